@@ -1,0 +1,30 @@
+"""The `workbench` command. Exit codes: 0 done, 1 found something, 2 bad input."""
+
+import sys
+from importlib import import_module
+
+import typer
+
+from workbench.errors import WorkbenchError
+
+# One module per group of verbs; each has `register(app)`. They import nothing heavy at the top.
+GROUPS: tuple[str, ...] = ()
+
+app = typer.Typer(
+    name="workbench",
+    help="Profile, tune and review vLLM's vision-encoder CUDA graphs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for group in GROUPS:
+    import_module(f"workbench.commands.{group}").register(app)
+
+
+def main() -> None:
+    """Run the command line; a `WorkbenchError` is one sentence on stderr and exit code 2."""
+    try:
+        app()
+    except WorkbenchError as error:
+        print(f"workbench: {error}", file=sys.stderr)
+        sys.exit(2)

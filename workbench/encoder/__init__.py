@@ -1,0 +1,1 @@
+"""Everything that touches torch or vLLM. Importing this package alone imports neither."""

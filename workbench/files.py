@@ -1,0 +1,68 @@
+"""Whole files or none: atomic writes, and bounded reads of files that strangers made."""
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from workbench.errors import WorkbenchError
+
+T = TypeVar("T")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary name beside `path`; rename it over `path` when the block ends well.
+
+    A block that raises, or a process killed at any moment, leaves the old `path` untouched.
+
+    Raises:
+        WorkbenchError: the folder cannot be written (missing, read-only, disk full).
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        with temporary.open("rb") as handle:
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise WorkbenchError(
+            f"cannot write {path}: {error.strerror or error}; choose a folder with room and write permission"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write `data` to `path` atomically."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write `value` (msgspec structs, dataclasses, plain data) as indented JSON, atomically."""
+    write_bytes(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+
+
+def read_json(path: Path, kind: type[T], limit: int = 64 * 2**20) -> T:
+    """Read `path` as JSON of the msgspec type `kind`; refuse files above `limit` bytes.
+
+    Raises:
+        WorkbenchError: the file is missing, too large, not JSON, or of another shape.
+    """
+    try:
+        size = path.stat().st_size
+        if size > limit:
+            raise WorkbenchError(
+                f"{path} has {size:,} bytes, more than the {limit:,} this kind of file may have"
+            )
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except OSError as error:
+        raise WorkbenchError(f"cannot read {path}: {error.strerror or error}") from error
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise WorkbenchError(f"{path} is not what this command reads: {error}") from error

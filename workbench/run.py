@@ -1,0 +1,223 @@
+"""A run folder: what one capture measured, and everything needed to judge it.
+
+    RUN/run.json          this schema
+    RUN/traces/*.json.gz  Kineto traces, one per arm and profiled repeat
+
+Times are microseconds as floats, memory is bytes. Samples are stored, statistics are computed from
+them (`workbench.stats`), so nothing is summarised twice.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from workbench.errors import WorkbenchError
+from workbench.files import read_json
+
+SCHEMA_VERSION = 1
+RUN_FILE = "run.json"
+
+# eager_served: embed_multimodal, what the server runs with graphs off.
+# eager_fallback: encoder_eager_forward, what the manager runs for an item above the largest budget.
+# graph: EncoderCudaGraphManager.execute.
+Arm = Literal["eager_served", "eager_fallback", "graph"]
+ARMS: tuple[Arm, ...] = ("eager_served", "eager_fallback", "graph")
+Replay = Literal["cuda_graph", "static_replay"]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of everything stored: immutable, keyword-only, strict about unknown fields."""
+
+
+class GpuState(Record):
+    """One GPU as it was at the start of the run; None where the driver does not say."""
+
+    name: str
+    index: int = 0
+    driver: str | None = None
+    cuda_driver: str | None = None
+    compute_capability: str | None = None
+    memory_bytes: int | None = None
+    sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    max_sm_clock_mhz: int | None = None
+    power_limit_w: float | None = None
+    power_w: float | None = None
+    temperature_c: int | None = None
+    other_processes: int | None = None
+
+
+class Environment(Record):
+    """The machine and the software; no user, host or path."""
+
+    python: str
+    system: str
+    cpu: str
+    cpu_count: int
+    torch: str | None = None
+    cuda_runtime: str | None = None
+    vllm: str | None = None
+    vllm_distribution: str | None = None
+    vllm_commit: str | None = None
+    packages: dict[str, str] = {}
+    gpus: list[GpuState] = []
+
+
+class ModelRecord(Record):
+    """Which encoder ran. `key` is the registry's; depth and width tell reduced models apart."""
+
+    key: str
+    architecture: str
+    depth: int
+    width: int
+    dtype: str
+    attention_backend: str
+    weights: str  # "dummy seed 0" or "checkpoint"
+    weights_fingerprint: str
+    out_width: int
+
+
+class ConfigRecord(Record):
+    """The budget configuration as asked (`requested_*`) and as vLLM resolved it."""
+
+    requested_budgets: list[int]
+    requested_max_items: int
+    requested_max_frames: int | None
+    budgets: list[int]
+    max_items: int
+    max_frames: int
+    min_budget: int | None = None
+    max_model_len: int = 0
+    max_num_batched_tokens: int = 0
+
+
+class Call(Record):
+    """One encoder call. `sizes` are (width, height, frames) in pixels; `grids` (t, h, w) in patches."""
+
+    modality: Literal["image", "video"]
+    sizes: list[tuple[int, int, int]]
+    grids: list[tuple[int, int, int]]
+    tokens: list[int]
+
+
+class Batch(Record):
+    """One replay or fallback inside a call, in execution order; `items` index into the call."""
+
+    call: int
+    items: list[int]
+    tokens: int
+    budget: int | None
+
+
+class CaptureCost(Record):
+    """What capturing one budget took. Memory fields are None on the CPU."""
+
+    budget: int
+    seconds: float
+    pool_bytes: int | None = None  # growth of the reserved pool
+    allocated_bytes: int | None = None
+    nodes: int | None = None
+
+
+class Timing(Record):
+    """Un-profiled samples of one arm on one call.
+
+    `wall_us`: host time between two synchronises around the call. `gpu_us`: CUDA events around it,
+    empty without CUDA. `order` is the position of each sample in the ABBA sequence.
+    """
+
+    arm: Arm
+    call: int
+    wall_us: list[float]
+    gpu_us: list[float] = []
+    order: list[int] = []
+
+
+class PhaseTiming(Record):
+    """Un-profiled host time of one phase of `execute()` per repeat, with a synchronise at both ends."""
+
+    phase: str
+    call: int
+    wall_us: list[float]
+
+
+class TraceFile(Record):
+    """One profiled stretch. `window` is the annotation around each call: `{window}#{call}`."""
+
+    file: str
+    arm: Arm
+    activities: list[str]
+    repeats: int
+    window: str
+    rank: int = 0
+    wall_us: list[float] = []  # profiled host time per repeat, for the distortion
+
+
+class Equality(Record):
+    """Graph against an eager arm on one call, worst item."""
+
+    call: int
+    baseline: Arm
+    bit_equal: bool
+    max_abs: float
+    relative_rms: float
+    min_cosine: float
+    finite: bool
+
+
+class Failure(Record):
+    """An arm that could not run: recorded, never hidden."""
+
+    arm: Arm
+    call: int
+    error: str
+    message: str
+    cause: str | None = None  # a defect of docs/defects.md such as "D1"
+
+
+class Run(Record):
+    """One capture: one model, one configuration, one workload, three arms."""
+
+    schema_version: int
+    workbench: str
+    created: str  # ISO 8601, UTC
+    name: str
+    replay: Replay
+    environment: Environment
+    model: ModelRecord
+    config: ConfigRecord
+    workload: str
+    calls: list[Call]
+    batches: list[Batch]
+    capture: list[CaptureCost]
+    timings: list[Timing]
+    phases: list[PhaseTiming]
+    traces: list[TraceFile]
+    equality: list[Equality]
+    failures: list[Failure]
+    graph_hits: int
+    graph_misses: int
+    warmup: int
+    seed: int
+    notes: list[str] = []
+
+
+def read_run(folder: Path) -> Run:
+    """Read `folder/run.json`.
+
+    Raises:
+        WorkbenchError: no run there, or one of another schema version.
+    """
+    path = folder / RUN_FILE
+    if not path.is_file():
+        raise WorkbenchError(
+            f"{folder} is not a run folder: it has no {RUN_FILE}; make one with `workbench capture`"
+        )
+    version = read_json(path, dict).get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise WorkbenchError(
+            f"{path} has schema version {version!r}; this workbench reads {SCHEMA_VERSION}, so read it with the "
+            "workbench that made it, or capture again"
+        )
+    return read_json(path, Run)

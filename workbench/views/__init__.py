@@ -1,0 +1,1 @@
+"""Figures, widgets and the HTML report. Views draw what analysis computed and compute nothing."""
