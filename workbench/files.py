@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,50 @@ def replacing(path: Path) -> Iterator[Path]:
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def refuse_occupied(folder: Path, overwrite: bool) -> None:
+    """Refuse a target that holds something, unless `overwrite`; call it before long work.
+
+    Raises:
+        WorkbenchError: `folder` is a file, or a folder with content and `overwrite` is false.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise WorkbenchError(f"{folder} exists and is not a folder; choose another name")
+    if not overwrite and folder.is_dir() and any(folder.iterdir()):
+        raise WorkbenchError(f"{folder} is not empty; choose another name, or pass --overwrite")
+
+
+@contextmanager
+def replacing_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a new temporary folder beside `folder`; rename it to `folder` when the block ends well.
+
+    A block that raises, or a process killed at any moment, never leaves a partial `folder`. What was
+    there before is removed only after the new one has its name.
+
+    Raises:
+        WorkbenchError: `folder` is occupied (see `refuse_occupied`) or cannot be written.
+    """
+    refuse_occupied(folder, overwrite)
+    folder = folder.absolute()
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
+    old = temporary.with_suffix(".old")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        refuse_occupied(folder, overwrite)
+        if folder.exists():
+            folder.rename(old)
+        temporary.rename(folder)
+    except OSError as error:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        raise WorkbenchError(
+            f"cannot write {folder}: {error.strerror or error}; choose a folder with room and write permission"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
