@@ -1,7 +1,7 @@
 """A run folder: what one capture measured, and everything needed to judge it.
 
     RUN/run.json          this schema
-    RUN/traces/*.json.gz  Kineto traces, one per arm and profiled repeat
+    RUN/traces/*.json.gz  Kineto traces, one per arm and set of activities
 
 Times are microseconds as floats, memory is bytes. Samples are stored, statistics are computed from
 them (`workbench.stats`), so nothing is summarised twice.
@@ -24,6 +24,8 @@ RUN_FILE = "run.json"
 Arm = Literal["eager_served", "eager_fallback", "graph"]
 ARMS: tuple[Arm, ...] = ("eager_served", "eager_fallback", "graph")
 Replay = Literal["cuda_graph", "static_replay"]
+UNNAMED_PHASE = "between phases"
+RECORDINGS = Path(__file__).parent / "recordings"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,6 +101,7 @@ class Call(Record):
     sizes: list[tuple[int, int, int]]
     grids: list[tuple[int, int, int]]
     tokens: list[int]
+    count: int = 1  # how many calls of the workload are like this one
 
 
 class Batch(Record):
@@ -135,7 +138,12 @@ class Timing(Record):
 
 
 class PhaseTiming(Record):
-    """Un-profiled host time of one phase of `execute()` per repeat, with a synchronise at both ends."""
+    """Un-profiled host time of one phase of `execute()` per repeat, with a synchronise at both ends.
+
+    The time of a phase inside another belongs to the inner one only, and `UNNAMED_PHASE` holds what no
+    phase covers, so the phases of a repeat add up to its `execute()`. The synchronises make it longer
+    than the un-split call in `Timing`: compare shares, not sums.
+    """
 
     phase: str
     call: int
@@ -143,7 +151,12 @@ class PhaseTiming(Record):
 
 
 class TraceFile(Record):
-    """One profiled stretch. `window` is the annotation around each call: `{window}#{call}`."""
+    """One profiled stretch. `window` is the annotation around each call: `{window}#{call}`.
+
+    `activities`: "cpu" (every operator), "ranges" (only the annotations) and "cuda" (runtime calls and
+    GPU operations); "ranges" with "cuda" distorts least. `wall_us` and `calls` run in parallel: the
+    profiled host time of each window in time order, and which call it was.
+    """
 
     file: str
     arm: Arm
@@ -151,18 +164,19 @@ class TraceFile(Record):
     repeats: int
     window: str
     rank: int = 0
-    wall_us: list[float] = []  # profiled host time per repeat, for the distortion
+    wall_us: list[float] = []
+    calls: list[int] = []
 
 
 class Equality(Record):
-    """Graph against an eager arm on one call, worst item."""
+    """Graph against an eager arm on one call, worst item; None where a side is not finite."""
 
     call: int
     baseline: Arm
     bit_equal: bool
-    max_abs: float
-    relative_rms: float
-    min_cosine: float
+    max_abs: float | None
+    relative_rms: float | None
+    min_cosine: float | None
     finite: bool
 
 
@@ -201,6 +215,7 @@ class Run(Record):
     warmup: int
     seed: int
     notes: list[str] = []
+    gpus_after: list[GpuState] = []  # the GPUs when the last measurement had ended
 
 
 def read_run(folder: Path) -> Run:
@@ -221,3 +236,30 @@ def read_run(folder: Path) -> Run:
             "workbench that made it, or capture again"
         )
     return read_json(path, Run)
+
+
+def recording_names() -> list[str]:
+    """Names of the recordings that ship with the workbench, sorted."""
+    return sorted(path.parent.name for path in RECORDINGS.glob(f"*/{RUN_FILE}"))
+
+
+def recording_folder(name: str) -> Path:
+    """The run folder of a shipped recording.
+
+    Raises:
+        WorkbenchError: no such recording.
+    """
+    if name not in recording_names():
+        raise WorkbenchError(
+            f"no recording is called {name!r}; there are {', '.join(recording_names()) or 'none'}"
+        )
+    return RECORDINGS / name
+
+
+def load_recording(name: str) -> Run:
+    """Read a shipped recording; its traces lie in `recording_folder(name)`.
+
+    Raises:
+        WorkbenchError: no such recording.
+    """
+    return read_run(recording_folder(name))
