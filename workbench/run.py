@@ -32,7 +32,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of everything stored: immutable, keyword-only, strict about unknown fields."""
 
 
-class GpuState(Record):
+class GpuState(Record, frozen=True):
     """One GPU as it was at the start of the run; None where the driver does not say."""
 
     name: str
@@ -50,7 +50,7 @@ class GpuState(Record):
     other_processes: int | None = None
 
 
-class Environment(Record):
+class Environment(Record, frozen=True):
     """The machine and the software; no user, host or path."""
 
     python: str
@@ -66,7 +66,7 @@ class Environment(Record):
     gpus: list[GpuState] = []
 
 
-class ModelRecord(Record):
+class ModelRecord(Record, frozen=True):
     """Which encoder ran. `key` is the registry's; depth and width tell reduced models apart."""
 
     key: str
@@ -80,7 +80,7 @@ class ModelRecord(Record):
     out_width: int
 
 
-class ConfigRecord(Record):
+class ConfigRecord(Record, frozen=True):
     """The budget configuration as asked (`requested_*`) and as vLLM resolved it."""
 
     requested_budgets: list[int]
@@ -94,7 +94,7 @@ class ConfigRecord(Record):
     max_num_batched_tokens: int = 0
 
 
-class Call(Record):
+class Call(Record, frozen=True):
     """One encoder call. `sizes` are (width, height, frames) in pixels; `grids` (t, h, w) in patches."""
 
     modality: Literal["image", "video"]
@@ -104,7 +104,7 @@ class Call(Record):
     count: int = 1  # how many calls of the workload are like this one
 
 
-class Batch(Record):
+class Batch(Record, frozen=True):
     """One replay or fallback inside a call, in execution order; `items` index into the call."""
 
     call: int
@@ -113,7 +113,7 @@ class Batch(Record):
     budget: int | None
 
 
-class CaptureCost(Record):
+class CaptureCost(Record, frozen=True):
     """What capturing one budget took. Memory fields are None on the CPU."""
 
     budget: int
@@ -123,7 +123,7 @@ class CaptureCost(Record):
     nodes: int | None = None
 
 
-class Timing(Record):
+class Timing(Record, frozen=True):
     """Un-profiled samples of one arm on one call.
 
     `wall_us`: host time between two synchronises around the call. `gpu_us`: CUDA events around it,
@@ -137,7 +137,7 @@ class Timing(Record):
     order: list[int] = []
 
 
-class PhaseTiming(Record):
+class PhaseTiming(Record, frozen=True):
     """Un-profiled host time of one phase of `execute()` per repeat, with a synchronise at both ends.
 
     The time of a phase inside another belongs to the inner one only, and `UNNAMED_PHASE` holds what no
@@ -150,7 +150,7 @@ class PhaseTiming(Record):
     wall_us: list[float]
 
 
-class TraceFile(Record):
+class TraceFile(Record, frozen=True):
     """One profiled stretch. `window` is the annotation around each call: `{window}#{call}`.
 
     `activities`: "cpu" (every operator), "ranges" (only the annotations) and "cuda" (runtime calls and
@@ -168,7 +168,7 @@ class TraceFile(Record):
     calls: list[int] = []
 
 
-class Equality(Record):
+class Equality(Record, frozen=True):
     """Graph against an eager arm on one call, worst item; None where a side is not finite."""
 
     call: int
@@ -180,7 +180,7 @@ class Equality(Record):
     finite: bool
 
 
-class Failure(Record):
+class Failure(Record, frozen=True):
     """An arm that could not run: recorded, never hidden."""
 
     arm: Arm
@@ -190,7 +190,7 @@ class Failure(Record):
     cause: str | None = None  # a defect of docs/defects.md such as "D1"
 
 
-class Run(Record):
+class Run(Record, frozen=True):
     """One capture: one model, one configuration, one workload, three arms."""
 
     schema_version: int
