@@ -26,15 +26,12 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        with temporary.open("rb") as handle:
-            os.fsync(handle.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise WorkbenchError(
-            f"cannot write {path}: {error.strerror or error}; choose a folder with room and write permission"
-        ) from error
+        with _refusing_os_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+            with temporary.open("rb") as handle:
+                os.fsync(handle.fileno())
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -66,21 +63,29 @@ def replacing_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
     old = temporary.with_suffix(".old")
     try:
-        temporary.mkdir(parents=True)
+        with _refusing_os_errors(folder):
+            temporary.mkdir(parents=True)
         yield temporary
         refuse_occupied(folder, overwrite)
-        if folder.exists():
-            folder.rename(old)
-        temporary.rename(folder)
-    except OSError as error:
+        with _refusing_os_errors(folder):
+            if folder.exists():
+                folder.rename(old)
+            temporary.rename(folder)
+    finally:
         if old.exists() and not folder.exists():
             old.rename(folder)
-        raise WorkbenchError(
-            f"cannot write {folder}: {error.strerror or error}; choose a folder with room and write permission"
-        ) from error
-    finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _refusing_os_errors(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise WorkbenchError(
+            f"cannot write {target}: {error.strerror or error}; choose a folder with room and write permission"
+        ) from error
 
 
 def write_bytes(path: Path, data: bytes) -> None:
