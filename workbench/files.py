@@ -84,7 +84,7 @@ def _refusing_os_errors(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise WorkbenchError(
-            f"cannot write {target}: {error.strerror or error}; choose a folder with room and write permission"
+            f"cannot write {target}: {error.strerror or error}; choose a folder with room that you may write"
         ) from error
 
 
