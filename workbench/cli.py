@@ -8,15 +8,21 @@ import typer
 from workbench.errors import WorkbenchError
 
 # One module per group of verbs; each has `register(app)`. They import nothing heavy at the top.
-GROUPS: tuple[str, ...] = ()
+GROUPS: tuple[str, ...] = ("env",)
 
 app = typer.Typer(
     name="workbench",
-    help="Profile, tune and review vLLM's vision-encoder CUDA graphs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def _group() -> None:
+    """Profile, tune and review vLLM's vision-encoder CUDA graphs."""
+
+
 for group in GROUPS:
     import_module(f"workbench.commands.{group}").register(app)
 
