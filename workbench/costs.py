@@ -1,0 +1,415 @@
+"""What encoder calls cost: a measured profile of one GPU and model, and predictions from it.
+
+The model is additive, every term measured on its own (`workbench.encoder.calibrate`):
+
+    call = call_us + sum over batches (batch_us + item_us * items + replay(budget, q) + tail(tokens))
+
+* `replay(budget, q)` is the GPU time of one graph replay. A graph always computes every row of its budget, so
+  all layers but attention cost the same at any fill; attention runs over the valid sequences only and grows with
+  q, the sum of squared sequence lengths in patches: replay = base(budget) + slope(budget) * q. Between measured
+  budgets both are interpolated linearly; outside them the model refuses.
+* `tail(tokens)` is what follows a replay eagerly (Ernie's resampler), host and GPU, interpolated in tokens.
+* `call_us`, `batch_us`, `item_us` are host costs, fitted by least squares to whole calls. They absorb overlaps of
+  host and GPU, so `batch_us` may be negative where a replay hides launches of the batch before.
+* An item that no budget holds runs eagerly, alone; its cost is interpolated in tokens and reported apart.
+
+The interval of a prediction is the spread of the relative residuals of the calibration calls.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from workbench.errors import WorkbenchError
+from workbench.files import read_json
+from workbench.planner import FALLBACK, PATCHES_PER_TOKEN, Arrangement, Plan
+from workbench.run import Arm, Environment, ModelRecord, Record, Replay
+
+SCHEMA_VERSION = 1
+INTERVAL = (0.05, 0.95)  # quantiles of the calibration residuals that a prediction's interval spans
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Objective = Literal["mean", "p99", "gpu"]
+
+
+class ReplayPoint(Record, frozen=True):
+    """GPU time of one graph replay: samples at one composition (sequence lengths in patches)."""
+
+    budget: int
+    sequences: list[int]
+    gpu_us: list[float]
+
+
+class TailPoint(Record, frozen=True):
+    """Wall and GPU time of what follows a replay, with a synchronise at both ends."""
+
+    tokens: int
+    wall_us: list[float]
+
+
+class EagerPoint(Record, frozen=True):
+    """Wall time of an eager arm on one item."""
+
+    arm: Arm
+    tokens: int
+    wall_us: list[float]
+
+
+class BatchShape(Record, frozen=True):
+    """What the cost of one replay depends on: `squares` is the sum of squared sequence lengths in patches."""
+
+    budget: int
+    items: int
+    tokens: int
+    squares: int
+
+
+class CallPoint(Record, frozen=True):
+    """One calibration call that only replays."""
+
+    batches: list[BatchShape]
+    wall_us: list[float]
+
+
+class MemoryPoint(Record, frozen=True):
+    """Memory and time of one capture; `first` is the first of its pool, which holds the activations."""
+
+    budget: int
+    first: bool
+    seconds: float
+    bytes: int
+
+
+class HostCosts(Record, frozen=True):
+    """Fitted host terms in microseconds and the relative residuals (measured / predicted - 1) of the fit."""
+
+    call_us: float
+    batch_us: float
+    item_us: float
+    residual_low: float
+    residual_high: float
+    residual_median: float
+
+
+class CostProfile(Record, frozen=True):
+    """Everything measured in one `workbench calibrate`; coefficients can be fitted again from it."""
+
+    schema_version: int
+    workbench: str
+    created: str
+    replay_kind: Replay
+    environment: Environment
+    model: ModelRecord
+    replays: list[ReplayPoint]
+    tails: list[TailPoint]
+    eager: list[EagerPoint]
+    calls: list[CallPoint]
+    captures: list[MemoryPoint]
+    host: HostCosts
+    seed: int
+
+    @property
+    def title(self) -> str:
+        """Model and GPU in words."""
+        gpu = self.environment.gpus[0].name if self.environment.gpus else self.environment.cpu
+        return f"{self.model.key} on {gpu}"
+
+
+def read_profile(path: Path, model: str | None = None, gpu: str | None = None) -> CostProfile:
+    """Read a profile; refuse one of another model or GPU when those are given.
+
+    Raises:
+        WorkbenchError: not a profile, another schema version, or measured on something else.
+    """
+    profile = read_json(path, CostProfile)
+    if profile.schema_version != SCHEMA_VERSION:
+        raise WorkbenchError(
+            f"{path} has schema version {profile.schema_version}; this workbench reads {SCHEMA_VERSION}, so calibrate "
+            "again"
+        )
+    if model is not None and profile.model.key != model:
+        raise WorkbenchError(
+            f"{path} was measured for {profile.model.key}, not {model}; calibrate for {model}, or pass --any-profile"
+        )
+    measured = profile.environment.gpus[0].name if profile.environment.gpus else None
+    if gpu is not None and measured != gpu:
+        raise WorkbenchError(
+            f"{path} was measured on {measured or 'a machine without a GPU'}, not {gpu}; calibrate here, or pass "
+            "--any-profile"
+        )
+    return profile
+
+
+@dataclass(frozen=True)
+class ReplayModel:
+    """GPU time of a replay, microseconds: base(budget) + slope(budget) * squares.
+
+    Attributes:
+        budgets: [K] measured budgets, ascending.
+        base: [K] microseconds.
+        slope: [K] microseconds per squared patch.
+    """
+
+    budgets: Ints
+    base: Floats
+    slope: Floats
+
+    @classmethod
+    def fit(cls, points: list[ReplayPoint]) -> "ReplayModel":
+        """Least squares of the medians, budget by budget; one composition alone gives slope 0."""
+        budgets = sorted({point.budget for point in points})
+        base, slope = [], []
+        for budget in budgets:
+            here = [point for point in points if point.budget == budget]
+            q = np.array([sum(n * n for n in point.sequences) for point in here], dtype=np.float64)
+            times = np.array([np.median(point.gpu_us) for point in here])
+            if len(set(q)) > 1:
+                slope_here, base_here = np.polyfit(q, times, 1)
+                slope_here = max(float(slope_here), 0.0)
+                base_here = float((times - slope_here * q).mean())
+            else:
+                slope_here, base_here = 0.0, float(times.mean())
+            base.append(base_here)
+            slope.append(slope_here)
+        return cls(np.array(budgets, dtype=np.int64), np.array(base), np.array(slope))
+
+    def check(self, budgets: npt.ArrayLike) -> None:
+        """Refuse budgets outside the measured range: nothing is extrapolated.
+
+        Raises:
+            WorkbenchError: names the budget and the range.
+        """
+        low, high = int(self.budgets[0]), int(self.budgets[-1])
+        outside = [int(b) for b in np.atleast_1d(np.asarray(budgets)) if not low <= b <= high]
+        if outside:
+            raise WorkbenchError(
+                f"the cost profile was measured for budgets {low} to {high}, not {outside[0]}; use budgets in "
+                "that range or calibrate with more"
+            )
+
+    def time_us(self, budgets: npt.ArrayLike, squares: npt.ArrayLike) -> Floats:
+        """GPU microseconds of replays of `budgets` with `squares` (both broadcast)."""
+        wanted = np.asarray(budgets, dtype=np.float64)
+        base = np.interp(wanted, self.budgets, self.base)
+        slope = np.interp(wanted, self.budgets, self.slope)
+        return np.asarray(base + slope * np.asarray(squares, dtype=np.float64))
+
+
+@dataclass(frozen=True)
+class CallCosts:
+    """Prediction of every call of a plan, microseconds of wall time.
+
+    Attributes:
+        wall_us: [C] calls in the workload's order; an empty call costs nothing.
+        gpu_us: [C] replay time alone.
+        replays_only: [C] False where a fallback is in it.
+    """
+
+    wall_us: Floats
+    gpu_us: Floats
+    replays_only: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Statistics of the predicted calls, microseconds; `low` and `high` bound the mean by the residuals.
+
+    `fallback_calls` counts the calls with an eager fallback; their time is in the statistics when the
+    profile knows the eager arm, and is less certain than the interval says.
+    """
+
+    calls: int
+    mean_us: float
+    median_us: float
+    p99_us: float
+    low_us: float
+    high_us: float
+    gpu_mean_us: float
+    fallback_calls: int
+
+
+class CostModel:
+    """Predicts calls from a profile."""
+
+    def __init__(self, profile: CostProfile) -> None:
+        self.profile = profile
+        self.host = profile.host
+        self.replay = ReplayModel.fit(profile.replays)
+        tails = sorted(profile.tails, key=lambda point: point.tokens)
+        self._tail_tokens = np.array([point.tokens for point in tails], dtype=np.float64)
+        self._tail_us = np.array([np.median(point.wall_us) for point in tails])
+        fallback = sorted(
+            (point for point in profile.eager if point.arm == "eager_fallback"),
+            key=lambda point: point.tokens,
+        )
+        self._eager_tokens = np.array([point.tokens for point in fallback], dtype=np.float64)
+        self._eager_us = np.array([np.median(point.wall_us) for point in fallback])
+
+    def tail_us(self, tokens: npt.ArrayLike) -> Floats:
+        """Wall microseconds of what follows a replay that holds `tokens`; the last slope goes on beyond."""
+        return _extended(np.asarray(tokens, dtype=np.float64), self._tail_tokens, self._tail_us)
+
+    def eager_us(self, tokens: npt.ArrayLike) -> Floats:
+        """Wall microseconds of the eager fallback of one item; the last slope goes on beyond.
+
+        Raises:
+            WorkbenchError: the profile measured no eager item.
+        """
+        if not self._eager_tokens.size:
+            raise WorkbenchError("the cost profile has no eager times, so fallbacks cannot be priced; calibrate again")
+        return _extended(np.asarray(tokens, dtype=np.float64), self._eager_tokens, self._eager_us)
+
+    def batch_us(
+        self, budget: npt.ArrayLike, items: npt.ArrayLike, tokens: npt.ArrayLike, squares: npt.ArrayLike
+    ) -> Floats:
+        """Wall microseconds that one replayed batch adds to its call (arrays broadcast)."""
+        host = self.host.batch_us + self.host.item_us * np.asarray(items, dtype=np.float64)
+        return np.asarray(host + self.replay.time_us(budget, squares) + self.tail_us(tokens))
+
+    def call_costs(self, plan: Plan) -> CallCosts:
+        """Price every call of `plan` (one data-parallel rank).
+
+        Raises:
+            WorkbenchError: a budget outside the profile, or a plan over several ranks.
+        """
+        arrangement = plan.arrangement
+        if arrangement.dp != 1:
+            raise WorkbenchError("costs are predicted for one GPU; plan with --dp 1")
+        calls = arrangement.calls
+        wall, gpu = np.zeros(calls), np.zeros(calls)
+        replays_only = np.ones(calls, dtype=bool)
+        if len(plan):
+            replayed = plan.budget_index != FALLBACK
+            budgets = np.asarray(plan.resolved.budgets, dtype=np.int64)[plan.budget_index]
+            self.replay.check(np.unique(budgets[replayed]))
+            squares = np.add.reduceat(sequence_squares(arrangement), plan.first[:-1])
+            replay = np.where(replayed, self.replay.time_us(budgets, squares), 0.0)
+            batch = self.batch_us(budgets, plan.items, plan.tokens, squares)
+            if not replayed.all():
+                batch = np.where(replayed, batch, self.eager_us(plan.tokens))
+                replays_only[plan.call[~replayed]] = False
+            wall += np.bincount(plan.call, weights=batch, minlength=calls)
+            gpu += np.bincount(plan.call, weights=replay, minlength=calls)
+            wall[np.unique(plan.call)] += self.host.call_us
+        return CallCosts(wall, gpu, replays_only)
+
+    def predict(self, plan: Plan) -> Prediction:
+        """Statistics of the calls of `plan`; empty calls are left out.
+
+        Raises:
+            WorkbenchError: no call holds an item, or a budget is outside the profile.
+        """
+        costs = self.call_costs(plan)
+        busy = costs.wall_us > 0
+        if not busy.any():
+            raise WorkbenchError("the workload has no item, so there is nothing to predict; give calls with items")
+        wall = costs.wall_us[busy]
+        mean = float(wall.mean())
+        return Prediction(
+            calls=int(busy.sum()),
+            mean_us=mean,
+            median_us=float(np.median(wall)),
+            p99_us=float(np.percentile(wall, 99)),
+            low_us=mean * (1 + self.host.residual_low),
+            high_us=mean * (1 + self.host.residual_high),
+            gpu_mean_us=float(costs.gpu_us[busy].mean()),
+            fallback_calls=int((~costs.replays_only[busy]).sum()),
+        )
+
+    def capture_seconds(self, budgets: npt.ArrayLike) -> float:
+        """Seconds to capture graphs of `budgets`, from the captures measured."""
+        points = sorted((p for p in self.profile.captures if not p.first), key=lambda point: point.budget)
+        if not points:
+            raise WorkbenchError("the cost profile has no capture times; calibrate again")
+        known = np.array([p.budget for p in points], dtype=np.float64)
+        seconds = np.array([p.seconds for p in points])
+        return float(np.interp(np.asarray(budgets, dtype=np.float64), known, seconds).sum())
+
+    def capture_bytes(self, budgets: npt.ArrayLike) -> int:
+        """Memory that graphs of `budgets` take: the largest holds the activations, the others reuse its pool.
+
+        Raises:
+            WorkbenchError: the profile holds no memory (a run without CUDA).
+        """
+        first = sorted((p for p in self.profile.captures if p.first), key=lambda point: point.budget)
+        later = sorted((p for p in self.profile.captures if not p.first), key=lambda point: point.budget)
+        if not first or not later:
+            raise WorkbenchError("the cost profile has no capture memory; calibrate on a GPU")
+        ordered = np.sort(np.asarray(budgets, dtype=np.float64))
+        largest = _extended(
+            ordered[-1:],
+            np.array([p.budget for p in first], float),
+            np.array([p.bytes for p in first], float),
+        )
+        others = _extended(
+            ordered[:-1],
+            np.array([p.budget for p in later], float),
+            np.array([p.bytes for p in later], float),
+        )
+        return int(largest.sum() + others.sum())
+
+
+def sequence_squares(arrangement: Arrangement) -> Floats:
+    """[N] sum of squared attention sequence lengths of each item, in patches, in packing order.
+
+    An image is one sequence of 4 patches per token; a video has one sequence per frame: t * (patches / t)^2.
+    """
+    patches = arrangement.tokens.astype(np.float64) * PATCHES_PER_TOKEN
+    frames = np.ones_like(arrangement.tokens) if arrangement.frames is None else arrangement.frames
+    return np.asarray(patches * patches / np.maximum(frames, 1))
+
+
+def fit_host(calls: list[CallPoint], replays: list[ReplayPoint], tails: list[TailPoint]) -> HostCosts:
+    """Fit the host terms to whole calls by least squares of relative errors (weights 1 / measured).
+
+    Raises:
+        WorkbenchError: fewer calls than terms, or calls that cannot tell the terms apart.
+    """
+    replay = ReplayModel.fit(replays)
+    ordered = sorted(tails, key=lambda point: point.tokens)
+    tail_tokens = np.array([point.tokens for point in ordered], dtype=np.float64)
+    tail_us = np.array([np.median(point.wall_us) for point in ordered])
+    rows, known, measured = [], [], []
+    for call in calls:
+        rows.append((1.0, float(len(call.batches)), float(sum(batch.items for batch in call.batches))))
+        known.append(
+            sum(
+                float(replay.time_us(batch.budget, batch.squares))
+                + float(_extended(np.array([batch.tokens], float), tail_tokens, tail_us)[0])
+                for batch in call.batches
+            )
+        )
+        measured.append(float(np.median(call.wall_us)))
+    matrix, target = np.array(rows), np.array(measured)
+    if len(calls) < 4 or np.linalg.matrix_rank(matrix) < 3:
+        raise WorkbenchError(
+            "the calibration calls cannot tell call, batch and item costs apart; calibrate with calls of several "
+            "batches and item counts"
+        )
+    weights = 1 / target
+    solution, *_ = np.linalg.lstsq(matrix * weights[:, None], (target - np.array(known)) * weights, rcond=None)
+    residual = target / (matrix @ solution + np.array(known)) - 1
+    low, high = np.quantile(residual, INTERVAL)
+    return HostCosts(
+        call_us=float(solution[0]),
+        batch_us=float(solution[1]),
+        item_us=float(solution[2]),
+        residual_low=float(low),
+        residual_high=float(high),
+        residual_median=float(np.median(np.abs(residual))),
+    )
+
+
+def _extended(wanted: Floats, known: Floats, values: Floats) -> Floats:
+    """Linear interpolation that goes on with the last segment's slope beyond the last point."""
+    if not known.size:
+        return np.zeros_like(wanted)
+    inside = np.interp(wanted, known, values)
+    if known.size < 2:
+        return np.asarray(inside)
+    slope = (values[-1] - values[-2]) / (known[-1] - known[-2])
+    return np.asarray(np.where(wanted > known[-1], values[-1] + slope * (wanted - known[-1]), inside))
