@@ -144,9 +144,7 @@ def _check_values(configuration: Configuration, limits: Limits) -> None:
             f"max items {configuration.max_items} is negative; vLLM refuses it, use 0 to let vLLM infer it"
         )
     if configuration.max_frames is not None and configuration.max_frames < 0:
-        raise WorkbenchError(
-            f"max frames {configuration.max_frames} is negative; vLLM refuses it, leave it out to let vLLM infer it"
-        )
+        raise WorkbenchError(f"max frames {configuration.max_frames} is negative; vLLM refuses it, so leave it out")
     if limits.video_limit < 0 or limits.max_frames_per_video < 0:
         raise WorkbenchError("the video limit and the frames per video cannot be negative; use 0 for no video")
     sizes = (*configuration.budgets, configuration.max_items, configuration.max_frames or 0)
@@ -159,8 +157,8 @@ def _budgets_and_items(configuration: Configuration, limits: Limits) -> tuple[tu
     if budgets and configuration.max_items:
         if configuration.max_items > budgets[0]:
             raise WorkbenchError(
-                f"max items {configuration.max_items} is above the smallest budget {budgets[0]}, which would leave "
-                "less than one token per item; vLLM refuses it, so lower max items or raise the smallest budget"
+                f"max items {configuration.max_items} is above the smallest budget {budgets[0]}, which would "
+                "leave less than one token per item; vLLM refuses it, so lower max items or raise that budget"
             )
         return budgets, configuration.max_items
     largest = _largest_inferred(limits)
@@ -175,18 +173,19 @@ def _largest_inferred(limits: Limits) -> int:
     largest = limits.max_budget
     if largest is None:
         raise WorkbenchError(
-            "budgets or max items are left to vLLM, which infers them from the server's limits; give max model len "
-            "and max num batched tokens, or both budgets and max items"
+            "budgets or max items are left to vLLM, which infers them from the server's limits; give max "
+            "model len and max num batched tokens, or both budgets and max items"
         )
     if limits.min_budget <= 0 or largest <= 0:
         raise WorkbenchError(
-            f"the inferred budgets would run from {limits.min_budget} to {largest}; vLLM refuses a range that is not "
-            "positive, so raise the limits"
+            f"the inferred budgets would run from {limits.min_budget} to {largest}; vLLM refuses a range "
+            "that is not positive, so raise the limits"
         )
     if limits.min_budget > largest:
         raise WorkbenchError(
-            f"the model's smallest budget {limits.min_budget} is above the largest, {largest} (the smaller of max "
-            "model len and max num batched tokens); vLLM refuses it, so raise the limits or give budgets and max items"
+            f"the model's smallest budget {limits.min_budget} is above the largest, {largest} (the smaller "
+            "of max model len and max num batched tokens); vLLM refuses it, so raise these limits or give "
+            "budgets and max items"
         )
     return largest
 
@@ -201,8 +200,8 @@ def _warnings(configuration: Configuration, limits: Limits, budgets: Sequence[in
         warnings.append(f"budgets repeat {_listed(repeated)}; vLLM captures each repetition and uses one")
     if not asked and configuration.max_items > budgets[0]:
         warnings.append(
-            f"max items {configuration.max_items} is above the smallest inferred budget {budgets[0]}; vLLM accepts it "
-            "with inferred budgets, though a replay cannot hold that many items"
+            f"max items {configuration.max_items} is above the smallest inferred budget {budgets[0]}; vLLM "
+            "accepts it with inferred budgets, though that graph cannot hold so many items"
         )
     inferred = not (asked and configuration.max_items)
     if inferred and (limits.max_model_len is None) != (limits.max_num_batched_tokens is None):
@@ -230,7 +229,7 @@ def parse_budgets(text: str) -> tuple[int, ...]:
             budgets.append(int(part))
         except ValueError:
             raise WorkbenchError(
-                f"budget {part!r} is not a whole number; give budgets like 128,256,512, or nothing for vLLM's own"
+                f"budget {part!r} is not a whole number; give budgets like 128,256 or none for vLLM's own"
             ) from None
     return tuple(budgets)
 
@@ -256,7 +255,7 @@ def parse_compilation_config(text: str | bytes) -> Configuration:
         raise WorkbenchError(f"the compilation config is not what vLLM reads: {error}") from None
     if not config.cudagraph_mm_encoder:
         raise WorkbenchError(
-            f'the compilation config does not set "{_SWITCH}": true, so vLLM would capture no encoder graph; add it'
+            f'the compilation config lacks "{_SWITCH}": true, so vLLM captures no encoder graph; add it'
         )
     return Configuration(
         budgets=tuple(config.encoder_cudagraph_token_budgets),
