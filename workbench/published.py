@@ -1,0 +1,44 @@
+"""Figures that others published, to set beside measurements made here.
+
+Each table names its source, its GPU and its exact workload, because none of them was measured by this project.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """One arm of a published benchmark: `encoder_forward_ms`, milliseconds per request."""
+
+    arm: str
+    mean: float
+    median: float
+    std: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class PublishedTable:
+    """A benchmark that a pull request reported.
+
+    `encoder_forward_ms` of `vllm bench mm-processor` is host time between two synchronises around the encoder,
+    divided by the requests that the scheduler put into that call.
+    """
+
+    title: str
+    source: str
+    gpu: str
+    workload: str
+    rows: tuple[PublishedRow, ...]
+
+
+ERNIE_PULL_REQUEST = PublishedTable(
+    title="ERNIE-4.5-VL, encoder_forward_ms",
+    source="vLLM pull request 45254",
+    gpu="H100 80GB",
+    workload="one 224 x 224 image per request, 1000 requests; budgets 128, 256, 512, 1024, 1536, 2048, 4 items",
+    rows=(
+        PublishedRow("eager", mean=20.19, median=19.89, std=1.69, p99=30.88),
+        PublishedRow("CUDA graph", mean=5.33, median=5.31, std=0.22, p99=5.77),
+    ),
+)
