@@ -114,7 +114,7 @@ def check_disk(engine: str) -> None:
     if free < DISK_BYTES[engine]:
         raise SetupError(
             f"{free / 1e9:.1f} GB are free where the project lies, and installing the {engine} engine takes "
-            f"up to {DISK_BYTES[engine] / 1e9:.0f} GB; free some disk, or use ENGINE=none for recordings alone"
+            f"up to {DISK_BYTES[engine] / 1e9:.0f} GB; free some disk, or use ENGINE=none (recordings only)"
         )
 
 
@@ -290,12 +290,8 @@ def set_up(engine: str, dry_run: bool) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--engine", choices=["auto", *EXTRAS], default=os.environ.get("WORKBENCH_ENGINE") or "auto"
-    )
-    parser.add_argument(
-        "--browser", action="store_true", help="add Chromium for the tests, where this is root"
-    )
+    parser.add_argument("--engine", choices=["auto", *EXTRAS], default=os.environ.get("WORKBENCH_ENGINE") or "auto")
+    parser.add_argument("--browser", action="store_true", help="add Chromium for the tests, where this is root")
     parser.add_argument("--dry-run", action="store_true", help="print what would be done")
     arguments = parser.parse_args()
     if arguments.engine not in ("auto", *EXTRAS):
