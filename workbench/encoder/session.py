@@ -1,0 +1,398 @@
+"""An encoder session: vLLM's real encoder and its real graph manager, without the language model.
+
+    from workbench.budgets import Configuration
+    from workbench.encoder.session import SessionOptions, open_session
+
+    with open_session(SessionOptions(depth=2, width=160), Configuration((128, 256), 4)) as session:
+        session.capture()
+        inputs = session.inputs([(1, 16, 16), (1, 8, 8)])
+        graph, eager = session.graph(inputs), session.eager_served(inputs)
+
+On a GPU the graphs are CUDA graphs. On a machine without one they are static replays (`session.replay` says which;
+see `workbench.encoder.static_replay` for what those can and cannot show).
+
+Three arms run the same inputs:
+
+* `eager_served`: `embed_multimodal`, what a server runs with encoder graphs off;
+* `eager_fallback`: `encoder_eager_forward`, what the graph manager runs for an item above the largest budget;
+* `graph`: `EncoderCudaGraphManager.execute`.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workbench.budgets import Configuration
+from workbench.encoder import engine
+from workbench.errors import WorkbenchError
+from workbench.models import Modality, ModelFacts
+from workbench.run import Arm, Batch, CaptureCost, ConfigRecord, ModelRecord, Replay
+
+if TYPE_CHECKING:
+    from workbench.encoder.instruments import Span
+    from workbench.encoder.static_replay import Finding
+
+Grid = tuple[int, int, int]
+
+# Bytes per patch row and feature that capturing takes, in units of the dtype: 562 MiB were seen for the 8,192 rows of
+# Ernie-4.5-VL's budget 2048 on an H200, which is 28 values of bf16 per row and feature.
+_CAPTURE_VALUES = 30
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """What to build.
+
+    Attributes:
+        model: registry key, see `workbench.models`.
+        depth, width: blocks and features of a smaller encoder for quick tests; None is the full size.
+        dtype: bfloat16, float16 or float32.
+        seed: of the dummy weights; ignored with a checkpoint.
+        checkpoint: folder with safetensors files of the whole model; only the encoder's tensors are read.
+        device: "cuda", "cuda:1" or "cpu"; None is CUDA if there is a device, else the CPU.
+        max_model_len: the server's, in tokens; inferred budgets end at the smaller of this and the next.
+        max_num_batched_tokens: the server's, in tokens. The default is what `vllm serve` takes on a GPU of 70 GiB or more.
+        video_limit: videos per prompt. 0, the default, is the image workload of the Ernie pull request; None is vLLM's
+            own default of 999, under which GLM-4.1V captures 600 frames per item (defect D2).
+        attention_backend: vLLM's name, such as FLASH_ATTN or TORCH_SDPA; None is vLLM's choice for the device.
+    """
+
+    model: str = "ernie45_vl"
+    depth: int | None = None
+    width: int | None = None
+    dtype: str = "bfloat16"
+    seed: int = 0
+    checkpoint: Path | None = None
+    device: str | None = None
+    max_model_len: int = 16_384
+    max_num_batched_tokens: int = 8_192
+    video_limit: int | None = 0
+    attention_backend: str | None = None
+
+
+@dataclass(frozen=True)
+class EncoderInputs:
+    """The items of one encoder call, as vLLM's model runner hands them to the model.
+
+    Attributes:
+        modality: "image" or "video"; one call has one modality.
+        grids: (t, h, w) in patches per item.
+        tokens: output tokens per item.
+        pixels: [sum of t * h * w, patch features] in the model's dtype, on the model's device.
+        grid: [items, 3] int64 on the CPU, where vLLM keeps it (`keep_on_cpu`).
+    """
+
+    modality: Modality
+    grids: tuple[Grid, ...]
+    tokens: tuple[int, ...]
+    pixels: torch.Tensor = field(repr=False)
+    grid: torch.Tensor = field(repr=False)
+
+    @property
+    def mm_kwargs(self) -> dict[str, torch.Tensor]:
+        """A new dict of the two tensors under vLLM's names."""
+        if self.modality == "image":
+            return {"pixel_values": self.pixels, "image_grid_thw": self.grid}
+        return {"pixel_values_videos": self.pixels, "video_grid_thw": self.grid}
+
+    def fingerprint(self) -> str:
+        """SHA-256 over modality, grids, dtype and pixel rows."""
+        digest = hashlib.sha256(f"{self.modality} {self.grids} {self.pixels.dtype}\n".encode())
+        digest.update(self.pixels.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+
+class EncoderSession:
+    """vLLM's encoder and graph manager, ready to run. Made by `open_session`.
+
+    Attributes:
+        facts: sizes of the encoder as built (reduced depth and width included).
+        device: where it runs.
+        replay: "cuda_graph" or "static_replay"; name it wherever a result of `graph` is shown.
+        model: vLLM's model object, without a language model.
+        manager: vLLM's `EncoderCudaGraphManager` for `configuration`.
+        model_record, config_record: what a run folder stores about them.
+    """
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        options: SessionOptions,
+        device: torch.device,
+        model: Any,
+        vllm_config: Any,
+        model_record: ModelRecord,
+    ) -> None:
+        self.facts = facts
+        self.options = options
+        self.device = device
+        self.dtype = engine.choose_dtype(options.dtype)
+        self.replay: Replay = "cuda_graph" if device.type == "cuda" else "static_replay"
+        self.model = model
+        self.vllm_config = vllm_config
+        self.model_record = model_record
+        self.configuration = Configuration()
+        self.manager: Any = None
+
+    def configure(self, configuration: Configuration) -> None:
+        """Replace the manager by a new one for `configuration`, over the same weights; its graphs are released.
+
+        Raises:
+            WorkbenchError: vLLM refuses the configuration.
+        """
+        from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+
+        from workbench.encoder.static_replay import StaticReplayManager
+
+        self._release_graphs()
+        kind = EncoderCudaGraphManager if self.device.type == "cuda" else StaticReplayManager
+        try:
+            self.manager = kind(
+                engine.manager_config(self.vllm_config, configuration), self.device, self.dtype, self.model
+            )
+        except ValueError as error:
+            raise WorkbenchError(f"vLLM refuses this budget configuration: {_sentence(error)}") from error
+        self.configuration = configuration
+
+    @property
+    def config_record(self) -> ConfigRecord:
+        """The configuration as asked and as vLLM's manager resolved it."""
+        smallest, _ = self.model.get_encoder_cudagraph_budget_range(self.vllm_config)
+        return ConfigRecord(
+            requested_budgets=list(self.configuration.budgets),
+            requested_max_items=self.configuration.max_items,
+            requested_max_frames=self.configuration.max_frames,
+            budgets=list(self.manager.token_budgets),
+            max_items=self.manager.max_batch_size,
+            max_frames=self.manager.max_frames_per_batch,
+            min_budget=smallest,
+            max_model_len=self.options.max_model_len,
+            max_num_batched_tokens=self.options.max_num_batched_tokens,
+        )
+
+    @property
+    def findings(self) -> list["Finding"]:
+        """What static replays saw to be wrong in vLLM's buffers; always empty on CUDA, which cannot look inside."""
+        return list(getattr(self.manager, "findings", []))
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """vLLM's own counters: graph_hits and graph_misses in items, hit_rate, num_budgets, token_budgets."""
+        return dict(self.manager.get_cumulative_stats())
+
+    # Inputs and arms ----------------------------------------------------------------------------------------------
+
+    def inputs(self, grids: Sequence[Grid], modality: Modality = "image", seed: int = 0) -> EncoderInputs:
+        """Make items of standard normal pixel rows, which is what normalised images are like.
+
+        Args:
+            grids: (t, h, w) in patches per item; an image has t = 1.
+            modality: of all items.
+            seed: of the pixel rows; the same rows on every device.
+
+        Raises:
+            WorkbenchError: a modality without graphs, or a grid the encoder cannot take.
+        """
+        self._check_modality(modality)
+        for grid in grids:
+            self._check_grid(grid, modality)
+        if not grids:
+            raise WorkbenchError("a call without items encodes nothing; give at least one grid")
+        rows = sum(t * h * w for t, h, w in grids)
+        generator = torch.Generator().manual_seed(seed)
+        pixels = torch.randn(rows, self.facts.patch_features, generator=generator, dtype=torch.float32)
+        return EncoderInputs(
+            modality=modality,
+            grids=tuple(grids),
+            tokens=tuple(self.facts.tokens(grid) for grid in grids),
+            pixels=pixels.to(self.dtype).to(self.device),
+            grid=torch.tensor(grids, dtype=torch.int64),
+        )
+
+    def _check_modality(self, modality: str) -> None:
+        if modality not in self.facts.graph_modalities:
+            raise WorkbenchError(
+                f"vLLM captures no {modality} graphs for {self.facts.title}; "
+                f"use {' or '.join(self.facts.graph_modalities)}"
+            )
+        if modality == "video" and self.options.video_limit == 0:
+            raise WorkbenchError(
+                "this session's video limit is 0, so it takes no videos; open it with a video limit of 1"
+            )
+
+    def _check_grid(self, grid: Grid, modality: Modality) -> None:
+        t, h, w = grid
+        if min(grid) < 1 or h % self.facts.merge or w % self.facts.merge or (modality == "image" and t != 1):
+            raise WorkbenchError(
+                f"{modality} grid {t} x {h} x {w} is not one that {self.facts.title} takes; height and width are "
+                f"positive multiples of {self.facts.merge}, and an image has one frame"
+            )
+
+    @torch.inference_mode()
+    def eager_served(self, inputs: EncoderInputs) -> list[torch.Tensor]:
+        """Run what a server runs with encoder graphs off; per item [tokens, out width]."""
+        return list(self.model.embed_multimodal(**inputs.mm_kwargs))
+
+    @torch.inference_mode()
+    def eager_fallback(self, inputs: EncoderInputs) -> list[torch.Tensor]:
+        """Run what the manager runs for an item above the largest budget; per item [tokens, out width].
+
+        Only the forward: the manager would then postprocess it once more, which for Ernie-4.5-VL raises (defect D1).
+        """
+        output: torch.Tensor = self.model.encoder_eager_forward(inputs.mm_kwargs)
+        return list(torch.split(output, list(inputs.tokens)))
+
+    @torch.inference_mode()
+    def graph(self, inputs: EncoderInputs) -> list[torch.Tensor]:
+        """Run the manager's `execute`; per item [tokens, out width].
+
+        Raises:
+            WorkbenchError: nothing is captured yet.
+            RuntimeError: vLLM's own failure on these inputs (defects D1, D3, D4).
+        """
+        if not self.manager.is_captured():
+            raise WorkbenchError("the session has no graphs yet; call its capture() first")
+        return list(self.manager.execute(inputs.mm_kwargs))
+
+    def run(self, arm: Arm, inputs: EncoderInputs) -> list[torch.Tensor]:
+        """Run one arm by its name."""
+        outputs: list[torch.Tensor] = getattr(self, arm)(inputs)
+        return outputs
+
+    # Capture ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def capture(self, on_budget: Callable[[CaptureCost], None] | None = None) -> list[CaptureCost]:
+        """Let the manager capture all its budgets, largest first, and return what each took.
+
+        Args:
+            on_budget: called after each budget, for a progress bar.
+
+        Raises:
+            WorkbenchError: a budget does not fit into memory.
+        """
+        from workbench.encoder.instruments import measured_captures
+
+        with measured_captures(self.manager, self.device, on_budget) as costs:
+            pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else object()
+            try:
+                self.manager.capture(pool)
+            except torch.cuda.OutOfMemoryError as error:
+                self._release_graphs()
+                largest = max(self.manager.token_budgets)
+                raise WorkbenchError(
+                    f"capturing up to budget {largest} does not fit into {self.device}'s memory; lower the largest "
+                    "budget, the items or the frames"
+                ) from error
+        return costs
+
+    def _release_graphs(self) -> None:
+        if self.manager is not None:
+            self.synchronize()
+            self.manager.clear()
+            engine.release_memory(self.device)
+
+    # Looking inside -----------------------------------------------------------------------------------------------
+
+    def watch(self) -> AbstractContextManager[list[Batch]]:
+        """Yield a list that grows by one entry per batch of the manager; see `instruments.watch_batches`."""
+        from workbench.encoder.instruments import watch_batches
+
+        return watch_batches(self.manager)
+
+    def phases(self, span: "Span") -> AbstractContextManager[None]:
+        """Enter `span(name)` around each phase of `graph`; the names are `instruments.PHASES`."""
+        from workbench.encoder import instruments, registry
+
+        return instruments.span_phases(self.manager, registry.builder(self.facts.key).module, span)
+
+    def module_spans(self, span: "Span") -> AbstractContextManager[None]:
+        """Enter `span(name)` around each module of the encoder; for eager arms, as a replay runs no module."""
+        from workbench.encoder import instruments, registry
+
+        return instruments.span_modules(self.model, registry.builder(self.facts.key).parts, span)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all work; nothing to wait for on the CPU."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Release graphs, weights and buffers. `open_session` calls it; a second call does nothing."""
+        self._release_graphs()
+        self.manager = self.model = None
+
+
+@contextlib.contextmanager
+def open_session(options: SessionOptions, configuration: Configuration) -> Iterator[EncoderSession]:
+    """Build the encoder and its manager; nothing is captured yet. Everything is released when the block ends.
+
+    Raises:
+        WorkbenchError: an unknown model, size, dtype, device or backend; a configuration vLLM refuses; a vLLM of
+            another version; a checkpoint without the encoder's tensors; not enough memory.
+    """
+    engine.require_vllm()
+    from workbench.encoder import registry, weights
+    from workbench.encoder.static_replay import checked_linears
+
+    builder = registry.builder(options.model)
+    facts = registry.reduced_facts(options.model, options.depth, options.width)
+    dtype = engine.choose_dtype(options.dtype)
+    device = engine.choose_device(options.device)
+    backend = engine.attention_backend(options.attention_backend)
+    limits = engine.ServerLimits(options.max_model_len, options.max_num_batched_tokens, options.video_limit)
+    engine.require_memory(device, _needed_bytes(facts, builder, dtype, configuration), f"{facts.title} of this size")
+
+    with contextlib.ExitStack() as stack:
+        vllm_config = stack.enter_context(engine.surroundings(configuration, limits, device, dtype, backend))
+        with engine.building(device, dtype):
+            model = builder.build(facts)
+        if options.checkpoint is None:
+            weights.fill_dummy(model, options.seed)
+        else:
+            weights.load_checkpoint(model, builder.parts, facts.depth, options.checkpoint)
+        record = ModelRecord(
+            key=facts.key,
+            architecture=facts.architecture,
+            depth=facts.depth,
+            width=facts.width,
+            dtype=options.dtype,
+            attention_backend=_backend_name(model, builder.parts[0]),
+            weights=f"dummy seed {options.seed}" if options.checkpoint is None else "checkpoint",
+            weights_fingerprint=weights.fingerprint(model),
+            out_width=facts.out_width,
+        )
+        weights.finish(model)
+        if device.type == "cpu":
+            stack.enter_context(checked_linears(model))
+        session = EncoderSession(facts, options, device, model, vllm_config, record)
+        del model
+        stack.callback(session.close)
+        with torch.inference_mode():
+            session.configure(configuration)
+        yield session
+
+
+def _needed_bytes(facts: ModelFacts, builder: Any, dtype: torch.dtype, configuration: Configuration) -> int:
+    """Estimate what weights and the largest given budget take, in bytes; inferred budgets are not counted."""
+    rows = max(configuration.budgets, default=0) * facts.merge**2
+    values = builder.parameters(facts) + _CAPTURE_VALUES * rows * facts.width
+    return int(values * dtype.itemsize)
+
+
+def _backend_name(model: Any, part: str) -> str:
+    """vLLM's name of the attention backend, with the FlashAttention version where there is one."""
+    tower = getattr(model, part)
+    version = tower.blocks[0].attn.attn._fa_version
+    return f"{tower.attn_backend.name} {version}" if version else str(tower.attn_backend.name)
+
+
+def _sentence(error: Exception) -> str:
+    """The first sentence of an error's text, without its full stop."""
+    return str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
