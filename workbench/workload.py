@@ -26,8 +26,7 @@ class Workload:
         grids: int32 [N, 3], (t, h, w) in patches before the spatial merge.
         tokens: int64 [N], output tokens of each item, the unit of vLLM's budgets.
         offsets: int64 [C + 1], ascending from 0 to N: group c is items `offsets[c]:offsets[c + 1]`. Groups
-            may be
-            empty (a request without an image) until `group` drops them.
+            may be empty (a request without an image) until `group` drops them.
         notes: what happened to the data on the way, one sentence each (items skipped, clamped, lost).
     """
 

