@@ -46,7 +46,7 @@ def test_abba_gives_every_arm_the_same_mean_position(pairs: int) -> None:
     assert len(means) == 1
 
 
-@pytest.mark.parametrize("wrong", [{"timed": 0}, {"warmup": -1}, {"profiled": -1}, {"phases": 0}])
+@pytest.mark.parametrize("wrong", [{"timed": 0}, {"warmup": -1}, {"profiled": -1}, {"phases": 0}, {"traced_calls": -1}])
 def test_repeats_that_measure_nothing_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(WorkbenchError, match="time at least one repeat"):
         Repeats(**wrong)

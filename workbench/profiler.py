@@ -6,8 +6,7 @@
     from workbench.profiler import capture
     from workbench.sources import preset
 
-    options = SessionOptions(model="ernie45_vl")
-    run = capture(options, Configuration((128, 256), 4), preset("mixed", "ernie45_vl"), Path("runs/mixed"))
+    run = capture(SessionOptions(), Configuration((128, 256), 4), preset("mixed", "ernie45_vl"), Path("runs/mixed"))
 
 Measured: host time between two synchronises and CUDA-event time around one encoder call, for eager as
 served, eager fallback and graph, interleaved in ABBA order within one process; the phases of
@@ -22,12 +21,14 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 import workbench
 from workbench.budgets import Configuration
@@ -68,16 +69,17 @@ Span = Callable[[str], AbstractContextManager[None]]
 class Repeats:
     """How often each thing is done per arm and distinct call."""
 
-    warmup: int = 5
     timed: int = 40
     phases: int = 20
-    profiled: int = 3
+    profiled: int = 2
+    warmup: int = 5
+    traced_calls: int | None = None
 
     def __post_init__(self) -> None:
-        if min(self.timed, self.phases) < 1 or min(self.warmup, self.profiled) < 0:
+        if min(self.timed, self.phases) < 1 or min(self.warmup, self.profiled, self.traced_calls or 0) < 0:
             raise WorkbenchError(
-                f"repeats {self.timed}, warm-up {self.warmup} and profiled repeats {self.profiled} are not all "
-                "possible; time at least one repeat and leave the others at zero or more"
+                f"{self.timed} repeats, {self.warmup} for warm-up, {self.profiled} traced of {self.traced_calls} calls "
+                "cannot be run; time at least one repeat and leave the others at zero or more"
             )
 
 
@@ -97,10 +99,12 @@ def capture(
     *,
     repeats: int = 40,
     profiled_repeats: int = 2,
+    traced_calls: int | None = None,
     warmup: int = 5,
     progress: Progress = silent,
     name: str | None = None,
     overwrite: bool = False,
+    watched: bool = False,
 ) -> Run:
     """Measure every distinct call of `workload` and write the run folder `out`.
 
@@ -111,15 +115,18 @@ def capture(
         out: the folder to make; it appears under this name only when everything is in it.
         repeats: un-profiled samples per arm and call; phases get half as many.
         profiled_repeats: traced repeats per arm, call and set of activities.
+        traced_calls: how many of the distinct calls, the first ones, are traced; None: all.
         warmup: repeats before timing.
         progress: told what is going on.
         name: the run's; None: the folder's.
         overwrite: replace what `out` holds.
+        watched: a tool outside records the trace (two tracers cannot share CUPTI): the traced repeats then run
+            between cudaProfilerStart and Stop, with their NVTX ranges, and the run holds no trace.
 
     Raises:
         WorkbenchError: bad input, an occupied `out`, or a machine that cannot run it; nothing is written then.
     """
-    counts = Repeats(timed=repeats, phases=max(1, repeats // 2), profiled=profiled_repeats, warmup=warmup)
+    counts = Repeats(repeats, max(1, repeats // 2), profiled_repeats, warmup, traced_calls)
     refuse_occupied(out, overwrite)
     facts = model_facts(options.model)
     if workload.model != facts.key:
@@ -134,7 +141,7 @@ def capture(
     with replacing_folder(out, overwrite) as folder, open_session(options, configuration) as session:
         costs = session.capture(lambda cost: progress(f"captured budget {cost.budget}", 0.05))
         recorder = _Recorder(session, calls, counts, folder, options.seed)
-        recorder.run(progress)
+        recorder.run(progress, watched)
         run = Run(
             schema_version=SCHEMA_VERSION,
             workbench=workbench.__version__,
@@ -258,15 +265,19 @@ class _Recorder:
         failed = {failure.arm for failure in self.failures if failure.call == call}
         return [arm for arm in ARMS if arm not in failed]
 
-    def run(self, progress: Progress) -> None:
+    def run(self, progress: Progress, watched: bool) -> None:
         """Measure every call, then trace every arm."""
-        sets = ACTIVITIES[self.session.device.type]
-        steps = [(f"timing call {call}", partial(self.measure, call)) for call in range(len(self.calls))]
-        steps += [
-            (f"tracing {arm} ({'+'.join(activities)})", partial(self.trace, arm, activities))
-            for activities in sets
-            for arm in ARMS
+        steps: list[tuple[str, Callable[[], None]]] = [
+            (f"timing call {call}", partial(self.measure, call)) for call in range(len(self.calls))
         ]
+        if watched:
+            steps.append(("running under the tool outside", self.show))
+        else:
+            steps += [
+                (f"tracing {arm} ({'+'.join(activities)})", partial(self.trace, arm, activities))
+                for activities in ACTIVITIES[self.session.device.type]
+                for arm in ARMS
+            ]
         for done, (what, step) in enumerate(steps):
             progress(what, 0.1 + 0.9 * done / len(steps))
             step()
@@ -297,14 +308,13 @@ class _Recorder:
         outputs: dict[Arm, Any] = {}
         for arm in ARMS:
             try:
-                with self.session.watch() as watched:
+                with self.session.watch() if arm == "graph" else nullcontext([]) as watched:
                     outputs[arm] = self.session.run(arm, inputs)
                     self.session.synchronize()
             except Exception as error:  # noqa: BLE001 - whatever an arm raises is the finding
                 self._fail(arm, call, error)
-                continue
-            if arm == "graph":
-                self.batches += watched.batches(call)
+            else:
+                self.batches += [msgspec.structs.replace(batch, call=call) for batch in watched]
         if "graph" in outputs:
             graph = outputs.pop("graph")
             self.equality += [equality(call, arm, graph, eager) for arm, eager in outputs.items()]
@@ -379,8 +389,8 @@ class _Recorder:
 
     def trace(self, arm: Arm, activities: Sequence[str]) -> None:
         """Record every call that `arm` can run into one trace file."""
-        calls = [call for call in range(len(self.calls)) if arm in self.arms(call)]
-        if not calls or not self.repeats.profiled:
+        calls = self._traced_calls(arm)
+        if not calls:
             return
         inputs = {call: self.inputs(call) for call in calls}
         span = spans(self.session.device.type == "cuda")
@@ -397,11 +407,32 @@ class _Recorder:
                     record.calls.append(call)
         self.traces.append(record)
 
-    def _inner_ranges(self, arm: Arm, activities: Sequence[str], span: Span) -> AbstractContextManager[object]:
+    def _traced_calls(self, arm: Arm) -> list[int]:
+        wanted = range(len(self.calls))[: self.repeats.traced_calls]
+        return [call for call in wanted if self.repeats.profiled and arm in self.arms(call)]
+
+    def show(self) -> None:
+        """Run every arm and call inside its ranges, between cudaProfilerStart and Stop."""
+        import torch
+
+        span = spans(self.session.device.type == "cuda")
+        profiler_api: Any = torch.cuda.profiler
+        on_cuda = self.session.device.type == "cuda"
+        with profiler_api.profile() if on_cuda else nullcontext():
+            for arm in ARMS:
+                with span(arm), self._inner_ranges(arm, ["cpu"], span):
+                    for call in self._traced_calls(arm) * self.repeats.profiled:
+                        self._traced_call(arm, call, self.inputs(call), span)
+
+    @contextmanager
+    def _inner_ranges(self, arm: Arm, activities: Sequence[str], span: Span) -> Iterator[None]:
         """Ranges inside a call: the phases of graph; the modules of eager, where operators are recorded too."""
-        if arm == "graph":
-            return self.session.phases(span)
-        return self.session.module_spans(span) if "cpu" in activities else nullcontext()
+        with ExitStack() as stack:
+            if arm == "graph":
+                stack.enter_context(self.session.phases(span))
+            elif "cpu" in activities:
+                stack.enter_context(self.session.module_spans(span))
+            yield
 
     def _traced_call(self, arm: Arm, call: int, inputs: Any, span: Span) -> float:
         """Run one call inside its range; return the host microseconds of what `_time_once` would time."""
@@ -558,12 +589,14 @@ def _only_ranges() -> Iterator[None]:
 
 
 def pack_trace(raw: Path, target: Path) -> None:
-    """Gzip a Chrome trace without the host's name, the path it was written to, and its indentation.
+    """Gzip a Chrome trace without the host's name, the path it was written to, and what only fills it up.
 
-    Numbers stay as they were written, digit by digit; the same trace gives the same bytes.
+    The latter are indentation and torch's running numbers of events, a third of the gzipped size. Times stay as they
+    were written, digit by digit; the same trace gives the same bytes.
     """
     text = raw.read_bytes()
     text = re.sub(rb'"host_name": "[^"]*",', b"", text)
     text = re.sub(rb'"traceName": "(?:[^"\\]|\\.)*"', b'"traceName": "' + target.name.encode() + b'"', text)
     text = re.sub(rb"\n\s*", b"", text)
+    text = re.sub(rb', ?"(?:Record function id|Ev Idx)": \d+', b"", text)
     write_bytes(target, gzip.compress(text, compresslevel=9, mtime=0))
