@@ -8,7 +8,10 @@ import typer
 from workbench.errors import WorkbenchError
 
 # One module per group of verbs; each has `register(app)`. They import nothing heavy at the top.
-GROUPS: tuple[str, ...] = ("env",)
+GROUPS: tuple[str, ...] = (
+    "env",
+    "report",
+)
 
 app = typer.Typer(
     name="workbench",

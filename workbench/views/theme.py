@@ -19,6 +19,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 import plotly.io as pio
+from plotly.offline import get_plotlyjs_version
 
 from workbench.run import Arm
 
@@ -46,6 +47,9 @@ ARM_TITLES: dict[Arm, str] = {
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 CONFIG = {"displaylogo": False, "responsive": True}
+_CONNECTED = """<div id="{id}"></div>
+<script src="https://cdn.plot.ly/plotly-{version}.min.js"></script>
+<script>Plotly.newPlot("{id}", {figure});</script>"""
 MAX_TABLE_ROWS = 200
 MISSING = "\N{EN DASH}"
 
@@ -78,21 +82,15 @@ def _template() -> go.layout.Template:
 
 
 class StableRenderer(pio.base_renderers.MimetypeRenderer):  # type: ignore[misc]
-    """plotly's JSON and its HTML, as `plotly_mimetype+notebook_connected`, with an id made from the content."""
+    """plotly's JSON, and HTML for exports, with an id made from the content and nothing random."""
 
     def to_mimebundle(self, fig_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the MIME bundle of a figure given as a dictionary."""
-        figure = json.loads(pio.to_json({**fig_dict, "config": CONFIG}, validate=False))
-        digest = hashlib.sha256(json.dumps(figure, sort_keys=True).encode()).hexdigest()[:12]
-        connected = pio.to_html(
-            fig_dict,
-            config=CONFIG,
-            include_plotlyjs="cdn",
-            full_html=False,
-            validate=False,
-            div_id=f"figure-{digest}",
-        )
-        return {PLOTLY_MIME: figure, "text/html": connected}
+        text = pio.to_json({**fig_dict, "config": CONFIG}, validate=False)
+        figure_id = f"figure-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        # "</" would end the script element that holds the JSON.
+        connected = _CONNECTED.format(id=figure_id, version=get_plotlyjs_version(), figure=text.replace("</", "<\\/"))
+        return {PLOTLY_MIME: json.loads(text), "text/html": connected}
 
 
 pio.templates[TEMPLATE] = _template()
