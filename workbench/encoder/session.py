@@ -146,19 +146,51 @@ class EncoderSession:
         Raises:
             WorkbenchError: vLLM refuses the configuration.
         """
+        self._release_graphs()
+        self.manager = self._new_manager(configuration)
+        self.configuration = configuration
+
+    @contextlib.contextmanager
+    def alongside(self, configuration: Configuration) -> Iterator[Any]:
+        """Yield one more manager over the same weights, nothing captured; use it with `using`.
+
+        Several configurations can so be captured at once and compared in alternation. Its graphs are released when
+        the block ends.
+
+        Raises:
+            WorkbenchError: vLLM refuses the configuration.
+        """
+        manager = self._new_manager(configuration)
+        try:
+            yield manager
+        finally:
+            self.synchronize()
+            manager.clear()
+            del manager
+            engine.release_memory(self.device)
+
+    @contextlib.contextmanager
+    def using(self, manager: Any, configuration: Configuration) -> Iterator[None]:
+        """Let `capture`, `graph`, `watch` and `phases` use `manager`, made by `alongside`, while the block lasts."""
+        before = self.manager, self.configuration
+        self.manager, self.configuration = manager, configuration
+        try:
+            yield
+        finally:
+            self.manager, self.configuration = before
+
+    def _new_manager(self, configuration: Configuration) -> Any:
         from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
         from workbench.encoder.static_replay import StaticReplayManager
 
-        self._release_graphs()
         kind = EncoderCudaGraphManager if self.device.type == "cuda" else StaticReplayManager
+        config = engine.manager_config(self.vllm_config, configuration)
         try:
-            self.manager = kind(
-                engine.manager_config(self.vllm_config, configuration), self.device, self.dtype, self.model
-            )
+            with torch.inference_mode():
+                return kind(config, self.device, self.dtype, self.model)
         except ValueError as error:
             raise WorkbenchError(f"vLLM refuses this budget configuration: {_sentence(error)}") from error
-        self.configuration = configuration
 
     @property
     def config_record(self) -> ConfigRecord:
