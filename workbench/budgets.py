@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from workbench.errors import WorkbenchError
+from workbench.models import ModelFacts
 
 # Beyond any encoder; keeps every sum of the planner inside 64 bits.
 MAX_TOKENS = 2**40
@@ -72,6 +73,12 @@ class Limits:
     min_budget: int = 64
     video_limit: int = DEFAULT_VIDEO_LIMIT
     max_frames_per_video: int = 1
+
+    @classmethod
+    def of(cls, facts: ModelFacts, **given: int | None) -> "Limits":
+        """Return the limits of a server of `facts`; `given` values that are not None replace the model's."""
+        known = {"min_budget": facts.min_budget, "max_frames_per_video": facts.max_frames_per_video}
+        return cls(**known | {name: value for name, value in given.items() if value is not None})
 
     @property
     def max_budget(self) -> int | None:
@@ -250,7 +257,7 @@ def parse_compilation_config(text: str | bytes) -> Configuration:
         WorkbenchError: not JSON, a value of another type, or encoder graphs not switched on.
     """
     try:
-        config = msgspec.json.decode(text, type=_CompilationConfig)
+        config = msgspec.json.decode(text, type=_CompilationConfig, strict=False)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise WorkbenchError(f"the compilation config is not what vLLM reads: {error}") from None
     if not config.cudagraph_mm_encoder:

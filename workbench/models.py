@@ -39,7 +39,7 @@ class ModelFacts:
         title: name for people.
         architecture: vLLM's model class.
         min_budget: smallest auto-inferred token budget (vLLM's `get_encoder_cudagraph_budget_range`).
-        max_frames_per_video: frames the manager assumes per video when the user sets none.
+        max_frames_per_video: frames the manager assumes per video when the user sets none; vLLM's default is 1.
         graph_modalities: modalities vLLM captures graphs for.
         sequences: what one `cu_seqlens` entry of an image or video is: the item or a frame.
     """
@@ -59,7 +59,7 @@ class ModelFacts:
     graph_modalities: tuple[Modality, ...]
     limits: dict[Modality, SizeLimits]
     sequences: Literal["item", "frame"]
-    max_frames_per_video: int = 0
+    max_frames_per_video: int = 1
     extra: dict[str, int | float | bool] = field(default_factory=dict)
 
     @property
@@ -88,7 +88,7 @@ _ERNIE45_VL = ModelFacts(
     graph_modalities=("image",),
     limits={"image": SizeLimits(min_pixels=3_136, max_pixels=4_842_768)},
     sequences="item",
-    extra={"use_temporal_conv": True, "temporal_merge": 2},
+    extra={"use_temporal_conv": True, "temporal_merge": 2, "fallback_crashes": True},
 )
 _GLM4_1V = ModelFacts(
     key="glm4_1v",
@@ -110,6 +110,7 @@ _GLM4_1V = ModelFacts(
     },
     sequences="frame",
     max_frames_per_video=600,
+    extra={"rotary_positions": 8192},
 )
 
 MODELS: dict[str, ModelFacts] = {facts.key: facts for facts in (_ERNIE45_VL, _GLM4_1V)}

@@ -16,7 +16,9 @@ Two steps, so that a sweep over configurations pays for the sorting once:
 The loops are compiled (`workbench.packing`); their memory is linear in the items.
 """
 
+import itertools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ import numpy.typing as npt
 
 from workbench.budgets import MAX_TOKENS, Resolved
 from workbench.errors import WorkbenchError
+from workbench.files import read_json
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -31,6 +34,8 @@ Floats = npt.NDArray[np.float64]
 # Patches of a vision encoder per output token (2 x 2 merge) when no input sizes are given.
 PATCHES_PER_TOKEN = 4
 FALLBACK = -1
+# A file of calls may be this large; 1 GiB is about 200 million items.
+CALLS_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -369,3 +374,31 @@ def _matching(values: npt.ArrayLike, counts: Ints, starts: Ints, name: str) -> I
         raise WorkbenchError(f"there are {len(column)} {name} for {len(counts)} items; give one for each item")
     _check_counts(column, starts, name)
     return column
+
+
+def read_calls(path: Path) -> tuple[Ints, Ints]:
+    """Read a JSON list of calls, each a list of output-token counts, as (tokens, offsets) for `plan`.
+
+    Raises:
+        WorkbenchError: the file is missing, no such JSON, or a number has more than 64 bits.
+    """
+    calls = read_json(path, list[list[int]], limit=CALLS_BYTES)
+    offsets = np.zeros(len(calls) + 1, np.int64)
+    np.cumsum([len(call) for call in calls], out=offsets[1:])
+    try:
+        tokens = np.fromiter(itertools.chain.from_iterable(calls), np.int64, int(offsets[-1]))
+    except OverflowError:
+        raise WorkbenchError(f"{path} has a number of more than 64 bits; counts go up to {MAX_TOKENS}") from None
+    return tokens, offsets
+
+
+def read_like(path: Path, offsets: Ints) -> Ints:
+    """Read a file of the same shape as the calls: one number for each item.
+
+    Raises:
+        WorkbenchError: as `read_calls`, or calls of other lengths.
+    """
+    values, starts = read_calls(path)
+    if not np.array_equal(starts, offsets):
+        raise WorkbenchError(f"{path} does not have the calls' lengths; give one number for each item of each call")
+    return values
