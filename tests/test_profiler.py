@@ -17,8 +17,21 @@ from hypothesis import strategies as st
 
 from workbench.errors import WorkbenchError
 from workbench.files import replacing_folder
-from workbench.profiler import PhaseClock, Repeats, abba, distinct_calls, equality, pack_trace, recording, spans
-from workbench.run import ARMS
+from workbench.models import model_facts
+from workbench.profiler import (
+    PhaseClock,
+    RaisedIn,
+    Repeats,
+    abba,
+    distinct_calls,
+    equality,
+    known_cause,
+    pack_trace,
+    raised_in,
+    recording,
+    spans,
+)
+from workbench.run import ARMS, Call, ConfigRecord
 from workbench.workload import Workload
 
 torch = pytest.importorskip("torch")
@@ -217,3 +230,47 @@ def test_importing_the_profiler_is_light() -> None:
     code = "import sys, workbench.profiler; print({'torch', 'vllm', 'pandas', 'plotly'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+CONFIG = ConfigRecord(
+    requested_budgets=[128],
+    requested_max_items=3,
+    requested_max_frames=4,
+    budgets=[128],
+    max_items=3,
+    max_frames=4,
+)
+
+
+def call_of(tokens: int, frames: int = 1) -> Call:
+    return Call(modality="image", sizes=[(224, 224, frames)], grids=[(frames, 16, 16)], tokens=[tokens])
+
+
+@pytest.mark.parametrize(
+    ("model", "call", "place", "cause"),
+    [
+        ("ernie45_vl", call_of(129), RaisedIn(("execute", "postprocess_encoder_output")), "D1"),
+        ("ernie45_vl", call_of(128), RaisedIn(("execute", "postprocess_encoder_output")), None),
+        ("ernie45_vl", call_of(129), RaisedIn(("execute", "encoder_eager_forward")), None),
+        ("glm4_1v", call_of(129), RaisedIn(("execute", "postprocess_encoder_output")), None),
+        ("glm4_1v", call_of(128, frames=5), RaisedIn(("_run_budget_graph",), "cu_seqlens"), "D4"),
+        ("glm4_1v", call_of(128, frames=4), RaisedIn(("_run_budget_graph",), "cu_seqlens"), None),
+        ("glm4_1v", call_of(128), RaisedIn(("_run_budget_graph",), "pixel_values"), "D3"),
+        ("ernie45_vl", call_of(128), RaisedIn(("_run_budget_graph",), "pixel_values"), None),
+    ],
+)
+def test_a_cause_is_named_by_place_and_sizes(model: str, call: Call, place: RaisedIn, cause: str | None) -> None:
+    assert known_cause(model_facts(model), CONFIG, call, place) == cause
+
+
+def test_the_place_of_an_error_is_read_from_its_traceback() -> None:
+    def _run_budget_graph() -> None:
+        for key in ("pixel_values", "cu_seqlens"):
+            if key == "cu_seqlens":
+                raise RuntimeError("whatever")
+
+    with pytest.raises(RuntimeError) as caught:
+        _run_budget_graph()
+    place = raised_in(caught.value)
+    assert place.functions[-1] == "_run_budget_graph"
+    assert place.buffer == "cu_seqlens"

@@ -488,10 +488,9 @@ def known_cause(facts: ModelFacts, config: ConfigRecord, call: Call, place: Rais
         return "D1"
     if place.buffer is None or facts.sequences != "frame":
         return None
-    if place.buffer == "cu_seqlens" and sum(grid[0] for grid in call.grids) > config.max_frames:
-        return "D4"
-    floored = any(budget % config.max_items for budget in config.budgets)
-    return "D3" if floored and place.buffer == "pixel_values" else None
+    if place.buffer == "cu_seqlens":
+        return "D4" if sum(grid[0] for grid in call.grids) > config.max_frames else None
+    return "D3" if any(budget % config.max_items for budget in config.budgets) else None
 
 
 def equality(call: int, baseline: Arm, graph: Sequence[Any], eager: Sequence[Any]) -> Equality:
