@@ -9,6 +9,7 @@ from workbench.errors import WorkbenchError
 
 # One module per group of verbs; each has `register(app)`. They import nothing heavy at the top.
 GROUPS: tuple[str, ...] = (
+    "capture",
     "plan",
     "env",
     "report",

@@ -1,7 +1,7 @@
 """Make a run folder: time the three arms, then trace them, on vLLM's own classes.
 
     from pathlib import Path
-    from workbench.budgets import Configuration
+    from workbench.budgets import DEFAULT_VIDEO_LIMIT, Configuration, Limits, resolve
     from workbench.encoder.session import SessionOptions
     from workbench.profiler import capture
     from workbench.sources import preset
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import workbench
-from workbench.budgets import Configuration
+from workbench.budgets import DEFAULT_VIDEO_LIMIT, Configuration, Limits, resolve
 from workbench.environment import environment, gpus
 from workbench.errors import WorkbenchError
 from workbench.files import refuse_occupied, replacing_folder, write_bytes, write_json
@@ -133,6 +133,14 @@ def capture(
         raise WorkbenchError(
             f"workload {workload.name!r} was made for {workload.model}, not {facts.key}; load it for this model"
         )
+    limits = Limits(
+        max_model_len=options.max_model_len,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        min_budget=facts.min_budget,
+        video_limit=DEFAULT_VIDEO_LIMIT if options.video_limit is None else options.video_limit,
+        max_frames_per_video=facts.max_frames_per_video,
+    )
+    warnings = resolve(configuration, limits).warnings
     calls = distinct_calls(workload)
     machine = environment()  # before this process has a CUDA context
     from workbench.encoder.session import open_session
@@ -164,7 +172,7 @@ def capture(
             graph_misses=sum(len(batch.items) for batch in recorder.batches if batch.budget is None),
             warmup=warmup,
             seed=options.seed,
-            notes=recorder.notes(workload),
+            notes=[*warnings, *workload.notes, *recorder.notes()],
             gpus_after=gpus(),
         )
         write_json(folder / RUN_FILE, run)
@@ -282,9 +290,9 @@ class _Recorder:
             progress(what, 0.1 + 0.9 * done / len(steps))
             step()
 
-    def notes(self, workload: Workload) -> list[str]:
+    def notes(self) -> list[str]:
         """Sentences that a reader of the run needs."""
-        notes = [*workload.notes, *(finding.message for finding in self.session.findings)]
+        notes = [f"{finding.defect}: {finding.message}" for finding in self.session.findings]
         if self.session.replay == "static_replay":
             notes.append(
                 "The graph arm is a static replay on the CPU: the same forward over the same fixed buffers. It shows "
