@@ -43,7 +43,7 @@ PHASES = (
 
 
 @contextlib.contextmanager
-def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+def wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
     """Replace attribute `name` of an object or module by `wrap(attribute)` while the block lasts."""
     original = getattr(owner, name)
     own = name in vars(owner)
@@ -104,10 +104,10 @@ def watch_batches(manager: Any) -> Iterator[list[Batch]]:
         return forward
 
     with (
-        _wrapped(manager, "_execute_local", on_call),
-        _wrapped(manager, "_select_items", on_select),
-        _wrapped(manager, "_run_budget_graph", on_graph),
-        _wrapped(manager.model, "encoder_eager_forward", on_eager),
+        wrapped(manager, "_execute_local", on_call),
+        wrapped(manager, "_select_items", on_select),
+        wrapped(manager, "_run_budget_graph", on_graph),
+        wrapped(manager.model, "encoder_eager_forward", on_eager),
     ):
         yield batches
 
@@ -164,8 +164,8 @@ def _span_copies(manager: Any, span: Span) -> Iterator[None]:
         return run
 
     with ExitStack() as stack:
-        stack.enter_context(_wrapped(manager, "_run_budget_graph", closing_copies))
-        stack.enter_context(_wrapped(manager.model, "prepare_encoder_cudagraph_replay_buffers", then_copies))
+        stack.enter_context(wrapped(manager, "_run_budget_graph", closing_copies))
+        stack.enter_context(wrapped(manager.model, "prepare_encoder_cudagraph_replay_buffers", then_copies))
         for graphs in manager.budget_graphs.values():
             for captured in graphs.values():
                 stack.callback(setattr, captured, "graph", captured.graph)
@@ -188,11 +188,11 @@ def span_phases(manager: Any, module: str, span: Span) -> Iterator[None]:
             (manager.model, "encoder_eager_forward", EAGER_FALLBACK),
             (manager.model, "postprocess_encoder_output", POSTPROCESS),
         ):
-            stack.enter_context(_wrapped(owner, name, _spanned(span, phase)))
+            stack.enter_context(wrapped(owner, name, _spanned(span, phase)))
         for name in (module, "vllm.model_executor.models.utils"):
             owner = importlib.import_module(name)
             if hasattr(owner, "scatter_output_slices"):
-                stack.enter_context(_wrapped(owner, "scatter_output_slices", _spanned(span, CLONE)))
+                stack.enter_context(wrapped(owner, "scatter_output_slices", _spanned(span, CLONE)))
         yield
 
 
@@ -256,7 +256,7 @@ def measured_captures(
         return capture
 
     with ExitStack() as stack:
-        stack.enter_context(_wrapped(manager, "_capture_budget_graph", measured))
+        stack.enter_context(wrapped(manager, "_capture_budget_graph", measured))
         if cuda:
             stack.callback(setattr, torch.cuda, "CUDAGraph", torch.cuda.CUDAGraph)
             torch.cuda.CUDAGraph = _CountingGraph  # type: ignore[misc]  # the manager looks it up by this name

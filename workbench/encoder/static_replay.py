@@ -70,7 +70,7 @@ class StaticReplayManager(EncoderCudaGraphManager):  # type: ignore[misc]  # vLL
         ).values
 
         def forward() -> torch.Tensor:
-            with torch.inference_mode(), _padded_tails(self.findings, token_budget):
+            with torch.inference_mode(), padded_tails(self.findings, token_budget):
                 # A copy of the dict: the models pop from it.
                 output: torch.Tensor = self.model.encoder_cudagraph_forward(dict(buffers), path=path)
                 return output
@@ -89,7 +89,7 @@ class StaticReplayManager(EncoderCudaGraphManager):  # type: ignore[misc]  # vLL
 
 
 @contextlib.contextmanager
-def _padded_tails(findings: list[Finding], budget: int) -> Iterator[None]:
+def padded_tails(findings: list[Finding], budget: int) -> Iterator[None]:
     """Let vLLM's CPU attention take the padded tail of a replay's buffers.
 
     The CPU attention splits the rows by the differences of `cu_seqlens` and refuses when they do not add up to all
