@@ -339,7 +339,7 @@ def _close_groups(call: _OpenCall, outputs: Sequence[Any] | None, ended_ns: int)
     closed, first = [], 0
     for group in call.groups:
         shard = group.shard if group.shard is not None else range(group.items)
-        starts = [start for _, _, start in group.batches[1:]] + [ended_ns]
+        starts = [start for _, _, start in group.batches]
         local = group.tokens or []
         closed.append(
             Group(
@@ -354,7 +354,7 @@ def _close_groups(call: _OpenCall, outputs: Sequence[Any] | None, ended_ns: int)
                         budget=budget,
                         host_us=(stop - start) / 1e3,
                     )
-                    for (items, budget, start), stop in zip(group.batches, starts, strict=True)
+                    for (items, budget, start), stop in zip(group.batches, [*starts[1:], ended_ns], strict=False)
                 ],
                 shard=group.shard,
             )
