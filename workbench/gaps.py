@@ -10,19 +10,18 @@ holds exactly, in integer nanoseconds:
   leave no gap.
 * *lead*, *tail*: idle before the first and after the last busy instant in the window. A window
   without GPU work is all lead.
-* *intra-graph gap*: idle between nodes of one replay.
+* *intra-graph gap*: idle between the first and last node of one replay.
 * *launch gap*: any other idle whose next op's launch call began after the previous op had ended, so
-  the GPU waited for the host. *Queue gap*: the rest: the launch was already queued.
+  the GPU waited for the host. *Queue gap*: the rest, where the launch was already made.
 
 An op belongs to the window it starts in. A *launch* is a distinct (rank, correlation), so all nodes
 of a replay are one; `spilled_ops` were launched inside the window and started after it. A *sync* is
 a blocking call that began in the window (see `workbench.launches`).
 """
 
-import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,23 +30,17 @@ from numpy.typing import NDArray
 from workbench.errors import WorkbenchError
 from workbench.kernels import family, short_name
 from workbench.launches import NO_CALL, Launches, Syncs, launches, syncs
-from workbench.phases import PhaseRow, ReplayRow, Replays, find_replays, phase_ledger, replay_rows
+from workbench.phases import PhaseRow, find_phases, phase_ledger
+from workbench.replays import ReplayRow, disagreements, find_replays, replay_rows
+from workbench.timeline import GapKind, Timeline, timelines
 from workbench.trace import Category, Copy, Ints, Trace
+from workbench.windows import Windows, find_windows
 
-WHOLE = "whole"
 TIMES = ("wall", "busy", "idle", "lead", "launch_gap", "queue_gap", "intra_graph_gap", "tail")
 COUNTS = (
     "gpu_ops", "kernels", "memcpy_h2d", "memcpy_d2h", "memset", "launches", "graph_launches", "syncs",
     "spilled_ops",
 )  # fmt: skip
-
-
-class GapKind(IntEnum):
-    """Cause of an idle interval between GPU ops."""
-
-    LAUNCH = 0
-    QUEUE = 1
-    INTRA_GRAPH = 2
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,28 +65,11 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     spilled_ops: int
 
 
-class WindowRow(msgspec.Struct, frozen=True, kw_only=True):
+class WindowRow(Parts, frozen=True, kw_only=True):
     """One occurrence of a window on one device."""
 
     name: str
     device: int
-    wall_us: float
-    busy_us: float
-    idle_us: float
-    lead_us: float
-    launch_gap_us: float
-    queue_gap_us: float
-    intra_graph_gap_us: float
-    tail_us: float
-    gpu_ops: int
-    kernels: int
-    memcpy_h2d: int
-    memcpy_d2h: int
-    memset: int
-    launches: int
-    graph_launches: int
-    syncs: int
-    spilled_ops: int
 
 
 class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +96,7 @@ class FamilyRow(msgspec.Struct, frozen=True, kw_only=True):
 class Gaps:
     """Idle intervals between GPU ops inside windows, in order of window and time.
 
-    `window` indexes `Analysis.windows`; `before` and `after` index the trace's names.
+    `window` indexes `Analysis.windows`; `before` and `after`, the ops around it, the trace's names.
     """
 
     window: Ints
@@ -131,7 +107,7 @@ class Gaps:
     after: Ints
 
     def microseconds(self, kind: GapKind) -> NDArray[np.float64]:
-        """Durations of the gaps of one kind, in microseconds."""
+        """Durations of the gaps of one kind."""
         return np.asarray(self.duration_ns[self.kind == kind] / 1000)
 
 
@@ -140,17 +116,18 @@ class Analysis:
     """Everything this module says about one trace.
 
     Attributes:
-        windows: rows in time order, then by device; the same numbers exactly in `ns`.
-        ns: int64 columns by name (`TIMES` in nanoseconds, then `COUNTS`), one value per row.
+        windows: rows in time order, then by device.
+        exact: the same numbers as int64 columns by name: `TIMES` in nanoseconds, `COUNTS`.
         total: sums over the rows.
         kernels, families: ops belonging to the windows, longest total first.
-        phases: launches, copies and waits by innermost annotation; replays: one row per graph launch.
+        phases: launches, copies and waits by innermost annotation.
+        replays: one row per graph launch, in order of device and time.
     """
 
     source: str
     rank: int | None
     windows: list[WindowRow]
-    ns: dict[str, Ints]
+    exact: dict[str, Ints]
     total: Parts
     gaps: Gaps
     kernels: list[KernelRow]
@@ -158,43 +135,6 @@ class Analysis:
     phases: list[PhaseRow]
     replays: list[ReplayRow]
     warnings: list[str]
-
-
-@dataclass(frozen=True)
-class _Windows:
-    """Occurrences in time order."""
-
-    names: list[str]
-    start: Ints
-    end: Ints
-
-
-@dataclass(frozen=True)
-class _Timeline:
-    """One device: its ops in start order, the busy segments of their union and what parts them.
-
-    `first` and `last` are positions, among the device's ops, of the op that opens a segment and of
-    the one that closes it. Gap k lies between segments k and k + 1. `since` is the busy time before
-    each segment and after all of them.
-    """
-
-    device: int
-    begin: int  # position of the device's ops in `Launches`
-    start: Ints
-    segment_start: Ints
-    segment_end: Ints
-    since: Ints
-    first: Ints
-    last: Ints
-    kind: NDArray[np.uint8]
-    unknown: NDArray[np.bool_]
-
-
-def annotations(trace: Trace) -> dict[str, int]:
-    """Names of the host's annotations and how often each occurs."""
-    rows = trace.rows(Category.USER_ANNOTATION)
-    counts = np.bincount(trace.name[rows], minlength=len(trace.names))
-    return {trace.names[i]: int(counts[i]) for i in np.flatnonzero(counts)}
 
 
 def analyze(trace: Trace, window: str | None = None) -> Analysis:
@@ -211,190 +151,115 @@ def analyze(trace: Trace, window: str | None = None) -> Analysis:
     joined = launches(trace)
     if joined.ops.size == 0:
         raise WorkbenchError(
-            f"{trace.source} has no GPU work (kernels, copies, memsets), so there is no busy or idle time to "
-            "find; capture on a GPU with ProfilerActivity.CUDA"
+            f"{trace.source} has no GPU work (kernels, copies, memsets), so it has no busy or idle time; "
+            "capture on a GPU with ProfilerActivity.CUDA"
         )
-    windows = _find_windows(trace, joined, window)
-    waits = syncs(trace, joined)
-    replays = find_replays(trace, joined)
-    timelines = _timelines(trace, joined, replays)
-    columns = [_device_columns(trace, joined, waits, line, windows) for line in timelines]
-    rows = np.argsort(np.tile(np.arange(len(windows.names)), len(timelines)), kind="stable")
-    ns = {key: np.concatenate([part[key] for part in columns])[rows] for key in (*TIMES, *COUNTS)}
-    inside = _inside(trace.start_ns[joined.ops], windows)
-    members = joined.ops[inside]
-    kernel_rows = _kernel_rows(trace, members)
-    in_window = waits.rows[_inside(trace.start_ns[waits.rows], windows)]
+    windows = find_windows(trace, window)
+    waits, replays, phases = syncs(trace, joined), find_replays(trace, joined), find_phases(trace)
+    lines = timelines(trace, joined, replays)
+    exact = _columns(trace, joined, waits, lines, windows)
+    op_phase = phases.of_ops(joined)
+    inside = windows.inside(trace.start_ns[joined.ops])
+    waits_inside = waits.rows[windows.inside(trace.start_ns[waits.rows])]
+    kernels = _kernel_rows(trace, joined.ops[inside])
     return Analysis(
         source=trace.source,
         rank=trace.info.rank,
-        windows=_window_rows(windows, [line.device for line in timelines], ns),
-        ns=ns,
-        total=msgspec.convert(_values({key: column.sum() for key, column in ns.items()}), Parts),
-        gaps=_gaps(trace, joined, timelines, windows),
-        kernels=kernel_rows,
-        families=_family_rows(kernel_rows),
-        phases=phase_ledger(trace, joined, inside, in_window),
-        replays=replay_rows(trace, joined, replays, waits, inside, _gap_totals(timelines)),
-        warnings=_warnings(trace, joined, timelines, windows, ns, replays),
+        windows=_window_rows(windows, lines, exact),
+        exact=exact,
+        total=msgspec.convert(_shown({key: int(column.sum()) for key, column in exact.items()}), Parts),
+        gaps=_gaps(trace, joined, lines, windows),
+        kernels=kernels,
+        families=_family_rows(kernels),
+        phases=phase_ledger(phases, joined, op_phase, inside, waits_inside, windows),
+        replays=replay_rows(phases, joined, op_phase, replays, waits, inside, lines),
+        warnings=[
+            *trace.warnings,
+            *_doubts(trace, joined, lines, windows, exact),
+            *disagreements(replays, phases, op_phase),
+        ],
     )
 
 
-def report(analyses: Sequence[Analysis], details: bool = False) -> dict[str, object]:
-    """The JSON object of `workbench analyze --json`: windows, total and warnings.
+def report(analyses: Sequence[Analysis], details: bool = False) -> dict[str, Any]:
+    """What `workbench analyze --json` prints: windows, total and warnings.
 
-    Rows carry their rank when there are several traces. `details` adds the other tables.
+    Rows carry their rank when there are several traces. `details` adds kernels, families, phases
+    and replays.
     """
-    several = len(analyses) > 1
-    rows: list[dict[str, object]] = []
-    for analysis in analyses:
-        rank = {"rank": analysis.rank} if several else {}
-        rows += [{**rank, **msgspec.to_builtins(row)} for row in analysis.windows]
-    total = {key: sum(int(analysis.ns[key].sum()) for analysis in analyses) for key in (*TIMES, *COUNTS)}
-    result: dict[str, object] = {
-        "windows": rows,
-        "total": _values(total),
-        "warnings": [text for analysis in analyses for text in analysis.warnings],
-    }
-    if details:
-        for key in ("kernels", "families", "phases", "replays"):
-            result[key] = [
-                {**({"rank": a.rank} if several else {}), **msgspec.to_builtins(row)}
-                for a in analyses
-                for row in getattr(a, key)
-            ]
+    tables = ("windows", *(("kernels", "families", "phases", "replays") if details else ()))
+    result: dict[str, Any] = {}
+    for table in tables:
+        result[table] = []
+        for analysis in analyses:
+            first: dict[str, Any] = {"rank": analysis.rank} if len(analyses) > 1 else {}
+            for row in getattr(analysis, table):
+                fields = msgspec.to_builtins(row)
+                lead = {key: fields[key] for key in ("name", "device") if key in fields}
+                result[table].append({**first, **lead, **fields})
+    keys = (*TIMES, *COUNTS)
+    result["total"] = _shown({key: sum(int(a.exact[key].sum()) for a in analyses) for key in keys})
+    result["warnings"] = [text for analysis in analyses for text in analysis.warnings]
     return result
 
 
-def _values(columns: dict[str, int]) -> dict[str, float | int]:
+def _shown(exact: dict[str, int]) -> dict[str, float | int]:
     """Integers to what is shown: times as microseconds under `*_us`, counts as they are."""
-    times = {f"{key}_us": int(columns[key]) / 1000 for key in TIMES}
-    return {**times, **{key: int(columns[key]) for key in COUNTS}}
+    times = {f"{key}_us": exact[key] / 1000 for key in TIMES}
+    return {**times, **{key: exact[key] for key in COUNTS}}
 
 
-def _window_rows(windows: _Windows, devices: list[int], ns: dict[str, Ints]) -> list[WindowRow]:
-    fields = {f"{key}_us": (ns[key] / 1000).tolist() for key in TIMES}
-    fields |= {key: ns[key].tolist() for key in COUNTS}
-    fields["name"] = [name for name in windows.names for _ in devices]
-    fields["device"] = devices * len(windows.names)
-    keys = WindowRow.__struct_fields__
-    return [WindowRow(**dict(zip(keys, row, strict=True))) for row in zip(*(fields[key] for key in keys), strict=True)]
+def _window_rows(windows: Windows, lines: Sequence[Timeline], exact: dict[str, Ints]) -> list[WindowRow]:
+    columns = {f"{key}_us": (exact[key] / 1000).tolist() for key in TIMES}
+    columns |= {key: exact[key].tolist() for key in COUNTS}
+    columns["name"] = [name for name in windows.names for _ in lines]
+    columns["device"] = [line.device for line in lines] * len(windows.names)
+    return [WindowRow(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
 
 
-def _find_windows(trace: Trace, joined: Launches, pattern: str | None) -> _Windows:
-    if pattern is None:
-        start = trace.start_ns[joined.ops].min()
-        end = trace.end_ns[joined.ops].max()
-        return _Windows([WHOLE], np.array([start]), np.array([end]))
-    rows = trace.rows(Category.USER_ANNOTATION)
-    matches = np.array([name == pattern or fnmatch.fnmatchcase(name, pattern) for name in trace.names], np.bool_)
-    rows = rows[matches[trace.name[rows]]]
-    if rows.size == 0:
-        there = list(annotations(trace))
-        listed = ", ".join(repr(name[:60]) for name in there[:20]) + (", ..." if len(there) > 20 else "")
-        raise WorkbenchError(
-            f"no annotation of {trace.source} matches {pattern!r}; "
-            + (f"it has {listed}" if there else "it has none, so leave --window out")
-        )
-    rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
-    start = trace.start_ns[rows]
-    return _Windows([trace.names[i] for i in trace.name[rows]], start, start + trace.duration_ns[rows])
-
-
-def _inside(times: Ints, windows: _Windows) -> NDArray[np.bool_]:
-    """Which `times` lie in at least one window (start included, end not; `whole` has every op)."""
-    reach = np.maximum.accumulate(windows.end)
-    place = np.searchsorted(windows.start, times, "right") - 1
-    return np.asarray((place >= 0) & (times < reach[np.maximum(place, 0)] + (windows.names == [WHOLE])))
-
-
-def _timelines(trace: Trace, joined: Launches, replays: Replays) -> list[_Timeline]:
-    devices = trace.device[joined.ops]
-    bounds = np.flatnonzero(np.diff(devices)) + 1
-    starts, stops = np.append(0, bounds), np.append(bounds, devices.size)
-    return [_timeline(trace, joined, replays, int(a), int(b)) for a, b in zip(starts, stops, strict=True)]
-
-
-def _timeline(trace: Trace, joined: Launches, replays: Replays, begin: int, stop: int) -> _Timeline:
-    """Merge the device's ops (`Launches` positions begin..stop) and classify the idle between."""
-    ops = joined.ops[begin:stop]
-    start = trace.start_ns[ops]
-    end = start + trace.duration_ns[ops]
-    reach = np.maximum.accumulate(end)
-    first = np.append(0, np.flatnonzero(start[1:] > reach[:-1]) + 1)
-    final = np.append(first[1:], ops.size) - 1
-    # The op that reaches furthest: the last one, up to each position, to set the running maximum.
-    furthest = np.maximum.accumulate(np.where(end == reach, np.arange(ops.size), 0))
-    segment_start, segment_end = start[first], reach[final]
-    since = np.append(0, np.cumsum(segment_end - segment_start))
-    idle_from, idle_to, after = segment_end[:-1], segment_start[1:], first[1:]
-    unknown = joined.call[begin + after] == NO_CALL
-    waited = ~unknown & (joined.called_ns[begin + after] > idle_from)
-    kind = np.where(waited, GapKind.LAUNCH, GapKind.QUEUE).astype(np.uint8)
-    kind[replays.spanning(int(trace.device[ops[0]]), idle_from, idle_to)] = GapKind.INTRA_GRAPH
-    unknown &= kind == GapKind.QUEUE
-    return _Timeline(
-        device=int(trace.device[ops[0]]),
-        begin=begin,
-        start=start,
-        segment_start=segment_start,
-        segment_end=segment_end,
-        since=since,
-        first=first,
-        last=furthest[final],
-        kind=kind,
-        unknown=unknown,
-    )
-
-
-def _segments(line: _Timeline, windows: _Windows) -> tuple[Ints, Ints]:
-    """First and last busy segment that overlap each window; last < first when none does."""
-    low = np.searchsorted(line.segment_end, windows.start, "right")
-    high = np.searchsorted(line.segment_start, windows.end, "left") - 1
-    return low, high
-
-
-def _device_columns(
-    trace: Trace, joined: Launches, waits: Syncs, line: _Timeline, windows: _Windows
+def _columns(
+    trace: Trace, joined: Launches, waits: Syncs, lines: Sequence[Timeline], windows: Windows
 ) -> dict[str, Ints]:
-    columns = _time_columns(line, windows)
-    return columns | _count_columns(trace, joined, waits, line, windows)
+    """Exact columns with a row per occurrence and device, occurrence first."""
+    parts = [_time_columns(line, windows) | _count_columns(trace, joined, waits, line, windows) for line in lines]
+    return {key: np.stack([part[key] for part in parts], axis=1).ravel() for key in (*TIMES, *COUNTS)}
 
 
-def _time_columns(line: _Timeline, windows: _Windows) -> dict[str, Ints]:
-    low, high = _segments(line, windows)
+def _time_columns(line: Timeline, windows: Windows) -> dict[str, Ints]:
+    low, high = line.overlapping(windows)
     some = high >= low
     a, b = np.where(some, low, 0), np.where(some, high, 0)
-    opened = np.maximum(line.segment_start[a], windows.start)
-    closed = np.minimum(line.segment_end[b], windows.end)
-    wall = windows.end - windows.start
-    outside = (opened - line.segment_start[a]) + (line.segment_end[b] - closed)
-    busy = np.where(some, line.since[b + 1] - line.since[a] - outside, 0)
-    lead = np.where(some, opened - windows.start, wall)
-    tail = np.where(some, windows.end - closed, 0)
-    length = line.segment_start[1:] - line.segment_end[:-1]
-    gaps = {}
+    opened = np.maximum(line.segment_start_ns[a], windows.start_ns)
+    closed = np.minimum(line.segment_end_ns[b], windows.end_ns)
+    wall = windows.end_ns - windows.start_ns
+    clipped = (opened - line.segment_start_ns[a]) + (line.segment_end_ns[b] - closed)
+    busy = np.where(some, line.busy_before_ns[b + 1] - line.busy_before_ns[a] - clipped, 0)
+    columns = {
+        "wall": wall,
+        "busy": busy,
+        "idle": wall - busy,
+        "lead": np.where(some, opened - windows.start_ns, wall),
+        "tail": np.where(some, windows.end_ns - closed, 0),
+    }
     for kind in GapKind:
-        summed = np.append(0, np.cumsum(np.where(line.kind == kind, length, 0)))
-        gaps[f"{kind.name.lower()}_gap"] = np.where(some, summed[b] - summed[a], 0)
-    return {"wall": wall, "busy": busy, "idle": wall - busy, "lead": lead, "tail": tail, **gaps}
+        before = np.append(0, np.cumsum(np.where(line.kind == kind, line.idle_ns, 0)))
+        columns[f"{kind.name.lower()}_gap"] = np.where(some, before[b] - before[a], 0)
+    return columns
 
 
-def _count_columns(trace: Trace, joined: Launches, waits: Syncs, line: _Timeline, windows: _Windows) -> dict[str, Ints]:
-    here = slice(line.begin, line.begin + line.start.size)
-    ops = joined.ops[here]
+def _count_columns(trace: Trace, joined: Launches, waits: Syncs, line: Timeline, windows: Windows) -> dict[str, Ints]:
+    ops = joined.ops[line.part]
     category, copies = trace.category[ops], trace.copies()[ops]
-    # The last op of `whole` may start where the window ends only if it has no length; it belongs.
-    a = np.searchsorted(line.start, windows.start)
-    b = np.searchsorted(line.start, windows.end + (windows.names == [WHOLE]))
+    a = np.searchsorted(line.start_ns, windows.start_ns)
+    b = np.searchsorted(line.start_ns, windows.stop_ns)
 
     def count(flags: NDArray[np.bool_]) -> Ints:
-        summed = np.append(0, np.cumsum(flags))
-        return np.asarray(summed[b] - summed[a], np.int64)
+        before = np.append(0, np.cumsum(flags))
+        return np.asarray(before[b] - before[a], np.int64)
 
     owner, position = _ragged(a, b)
-    opens = _previous(joined.launch[here])[position] < a[owner]
-    graph = joined.graph[here][position]
+    opens = _previous(joined.launch[line.part])[position] < a[owner]
+    graph = joined.graph[line.part][position]
     size = len(windows.names)
     wait_start = trace.start_ns[waits.rows[waits.device == line.device]]
     return {
@@ -405,21 +270,19 @@ def _count_columns(trace: Trace, joined: Launches, waits: Syncs, line: _Timeline
         "memset": count(category == Category.MEMSET),
         "launches": np.bincount(owner[opens], minlength=size),
         "graph_launches": np.bincount(owner[opens & graph], minlength=size),
-        "syncs": np.searchsorted(wait_start, windows.end) - np.searchsorted(wait_start, windows.start),
-        "spilled_ops": _spilled(joined, here, line, windows),
+        "syncs": np.searchsorted(wait_start, windows.stop_ns) - np.searchsorted(wait_start, windows.start_ns),
+        "spilled_ops": _spilled(joined, line, windows),
     }
 
 
-def _spilled(joined: Launches, here: slice, line: _Timeline, windows: _Windows) -> Ints:
-    """Ops launched inside each window that start at or after its end."""
-    known = joined.call[here] != NO_CALL
-    called, start = joined.called_ns[here][known], line.start[known]
+def _spilled(joined: Launches, line: Timeline, windows: Windows) -> Ints:
+    """Ops launched inside each window that start after it."""
+    known = np.flatnonzero(joined.call[line.part] != NO_CALL)
+    called = joined.called_ns[line.part][known]
     order = np.argsort(called, kind="stable")
-    called, start = called[order], start[order]
-    if windows.names == [WHOLE]:
-        return np.zeros(1, np.int64)
-    owner, position = _ragged(np.searchsorted(called, windows.start), np.searchsorted(called, windows.end))
-    late = start[position] >= windows.end[owner]
+    called, start = called[order], line.start_ns[known[order]]
+    owner, position = _ragged(np.searchsorted(called, windows.start_ns), np.searchsorted(called, windows.stop_ns))
+    late = start[position] >= windows.stop_ns[owner]
     return np.bincount(owner[late], minlength=len(windows.names))
 
 
@@ -440,31 +303,24 @@ def _previous(values: Ints) -> Ints:
     return previous
 
 
-def _gaps(trace: Trace, joined: Launches, timelines: list[_Timeline], windows: _Windows) -> Gaps:
-    parts: list[tuple[NDArray[np.int64], ...]] = []
-    for number, line in enumerate(timelines):
-        low, high = _segments(line, windows)
-        owner, gap = _ragged(low, high)
-        ops = joined.ops[line.begin : line.begin + line.start.size]
-        begin = line.segment_end[gap]
+def _gaps(trace: Trace, joined: Launches, lines: Sequence[Timeline], windows: Windows) -> Gaps:
+    parts = []
+    for number, line in enumerate(lines):
+        owner, gap = _ragged(*line.overlapping(windows))
+        names = trace.name[joined.ops[line.part]].astype(np.int64)
         parts.append(
             (
-                owner * len(timelines) + number,
+                owner * len(lines) + number,
                 line.kind[gap].astype(np.int64),
-                begin,
-                line.segment_start[gap + 1] - begin,
-                trace.name[ops[line.last[gap]]].astype(np.int64),
-                trace.name[ops[line.first[gap + 1]]].astype(np.int64),
+                line.segment_end_ns[gap],
+                line.idle_ns[gap],
+                names[line.last[gap]],
+                names[line.first[gap + 1]],
             )
         )
     window, kind, start, duration, before, after = (np.concatenate(c) for c in zip(*parts, strict=True))
     order = np.argsort(window, kind="stable")
     return Gaps(window[order], kind[order].astype(np.uint8), start[order], duration[order], before[order], after[order])
-
-
-def _gap_totals(timelines: list[_Timeline]) -> dict[int, tuple[Ints, Ints, Ints]]:
-    """Per device: starts of busy segments, their ends, and busy time before each (and after all)."""
-    return {line.device: (line.segment_start, line.segment_end, line.since) for line in timelines}
 
 
 def _kernel_rows(trace: Trace, ops: Ints) -> list[KernelRow]:
@@ -473,26 +329,23 @@ def _kernel_rows(trace: Trace, ops: Ints) -> list[KernelRow]:
     totals = np.zeros(names.size, np.int64)
     np.add.at(totals, where, trace.duration_ns[ops])
     everything = max(int(totals.sum()), 1)
-    rows = []
-    for i in np.argsort(-totals, kind="stable"):
-        name = trace.names[names[i]]
-        rows.append(
-            KernelRow(
-                name=name,
-                short=short_name(name),
-                family=family(name),
-                count=int(counts[i]),
-                total_us=int(totals[i]) / 1000,
-                share=int(totals[i]) / everything,
-            )
+    return [
+        KernelRow(
+            name=trace.names[names[i]],
+            short=short_name(trace.names[names[i]]),
+            family=family(trace.names[names[i]]),
+            count=int(counts[i]),
+            total_us=int(totals[i]) / 1000,
+            share=int(totals[i]) / everything,
         )
-    return rows
+        for i in np.argsort(-totals, kind="stable")
+    ]
 
 
-def _family_rows(kernels: list[KernelRow]) -> list[FamilyRow]:
-    sums: dict[str, list[KernelRow]] = {}
+def _family_rows(kernels: Sequence[KernelRow]) -> list[FamilyRow]:
+    groups: dict[str, list[KernelRow]] = {}
     for row in kernels:
-        sums.setdefault(row.family, []).append(row)
+        groups.setdefault(row.family, []).append(row)
     rows = [
         FamilyRow(
             family=name,
@@ -500,45 +353,39 @@ def _family_rows(kernels: list[KernelRow]) -> list[FamilyRow]:
             total_us=round(sum(row.total_us for row in members), 3),
             share=sum(row.share for row in members),
         )
-        for name, members in sums.items()
+        for name, members in groups.items()
     ]
     return sorted(rows, key=lambda row: -row.total_us)
 
 
-def _warnings(
-    trace: Trace,
-    joined: Launches,
-    timelines: list[_Timeline],
-    windows: _Windows,
-    ns: dict[str, Ints],
-    replays: Replays,
+def _doubts(
+    trace: Trace, joined: Launches, lines: Sequence[Timeline], windows: Windows, exact: dict[str, Ints]
 ) -> list[str]:
     """What a person must know before trusting the rows."""
-    texts = list(trace.warnings)
-    unlaunched = int((joined.call == NO_CALL).sum())
-    if unlaunched:
-        unknown = sum(int(line.unknown.sum()) for line in timelines)
+    texts = []
+    known = joined.call != NO_CALL
+    if not known.all():
+        unknown = sum(int(line.unknown.sum()) for line in lines)
         texts.append(
-            f"{unlaunched:,} of {joined.ops.size:,} GPU ops have no launch call in the trace; the {unknown:,} "
-            "gaps before them cannot be told apart and count as queue gaps"
+            f"{int((~known).sum()):,} of {known.size:,} GPU ops have no launch call in the trace; the cause of "
+            f"the {unknown:,} gaps before them is unknown, and they count as queue gaps"
         )
-    early = int(((trace.start_ns[joined.ops] < joined.called_ns) & (joined.call != NO_CALL)).sum())
-    if early:
+    if early := int((known & (trace.start_ns[joined.ops] < joined.called_ns)).sum()):
         texts.append(f"{early:,} GPU ops start before their launch call: the clocks of host and GPU disagree")
-    if np.any(windows.start[1:] < np.maximum.accumulate(windows.end)[:-1]):
+    if windows.overlap:
         texts.append("windows overlap, so the total counts the shared time more than once")
-    if spilled := int(ns["spilled_ops"].sum()):
+    if spilled := int(exact["spilled_ops"].sum()):
         texts.append(
             f"{spilled:,} GPU ops were launched in a window and started after it; synchronise at its end to "
             "count them there"
         )
-    if len(timelines) > 1:
+    if len(lines) > 1:
         texts.append("the trace has several devices; a sync counts for the one its thread last launched on")
-    flush = trace.rows(Category.OVERHEAD)
-    flush = flush[_inside(trace.start_ns[flush], windows)]
-    if flush.size:
+    own = trace.rows(Category.OVERHEAD)
+    own = own[windows.inside(trace.start_ns[own])]
+    if own.size:
         texts.append(
-            f"the profiler itself was busy {int(trace.duration_ns[flush].sum()) / 1000:,.1f} us in the windows "
-            f"({flush.size:,} events); gaps there are partly its own"
+            f"the profiler itself was busy for {int(trace.duration_ns[own].sum()) / 1000:,.1f} us in the windows "
+            f"({own.size:,} events); gaps there are partly its own"
         )
-    return texts + replays.disagreements(trace, joined)
+    return texts

@@ -1,29 +1,31 @@
-"""What the host did by phase, and each graph replay in its parts.
+"""What the host did by phase. A *phase* is the innermost `user_annotation` open on a thread."""
 
-A *phase* is the innermost `user_annotation` open on the calling thread.
-"""
-
-from collections import Counter
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.launches import NO_CALL, Launches, Syncs
+from workbench.launches import NO_CALL, Launches
 from workbench.trace import Category, Copy, Ints, Trace
+from workbench.windows import Windows
 
 OUTSIDE = "(outside)"
 
 
 class PhaseRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Launches, copies and waits under one innermost annotation.
+    """One phase, summed over the windows.
 
-    `launches` and `graph_launches` are distinct correlations, `fan_out` GPU ops per launch, `gpu_us`
-    the sum of the ops' durations, `blocked_us` the host's time inside blocking calls.
+    Attributes:
+        host_us: time for which this annotation is the innermost, over all threads.
+        launches, graph_launches: distinct correlations of the ops launched in this phase.
+        fan_out: GPU ops per launch, 0 without any.
+        gpu_us: sum of the ops' durations.
+        blocked_us: the host's time inside blocking calls.
     """
 
     phase: str
+    host_us: float
     launches: int
     graph_launches: int
     gpu_ops: int
@@ -35,259 +37,125 @@ class PhaseRow(msgspec.Struct, frozen=True, kw_only=True):
     blocked_us: float
 
 
-class ReplayRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One graph launch on one device, in its parts.
-
-    Attributes:
-        phase: innermost annotation around the launch call.
-        graph: the profiler's graph id, -1 when it wrote none.
-        nodes, kernels: GPU ops of the replay, and the kernels among them.
-        launch_us: duration of the launch call; None without one in the trace.
-        to_first_us: from the start of the launch call to the start of the first node.
-        span_us: from the start of the first node to the end of the last.
-        intra_graph_gap_us: idle of the device within that span.
-        to_sync_us: from the end of the last node to the return of the next blocking call; None
-            when none follows.
-    """
-
-    phase: str
-    device: int
-    graph: int
-    nodes: int
-    kernels: int
-    launch_us: float | None
-    to_first_us: float | None
-    span_us: float
-    intra_graph_gap_us: float
-    to_sync_us: float | None
-
-
 @dataclass(frozen=True)
-class Replays:
-    """Graph replays in order of device and first node; arrays have one value per replay.
+class Phases:
+    """The boundaries of all annotations in order of thread and time.
 
-    `op` is the position in `Launches` of the first node, `member` the replay number of every op
-    (-1: not in a graph).
+    `name` is the innermost annotation's (an index into the trace's names, -1 for none) from this
+    boundary to the next of the same thread.
     """
 
-    op: Ints
-    device: Ints
-    first_ns: Ints
-    last_ns: Ints
-    nodes: Ints
-    kernels: Ints
-    graph: Ints
-    member: Ints
+    trace: Trace
+    pid: Ints
+    tid: Ints
+    time_ns: Ints
+    name: Ints
 
-    def spanning(self, device: int, start: Ints, end: Ints) -> NDArray[np.bool_]:
-        """Which idle intervals lie between the first and last node of a replay on `device`."""
-        here = self.device == device
-        if not here.any():
-            return np.zeros(start.size, np.bool_)
-        first = self.first_ns[here]
-        reach = np.maximum.accumulate(self.last_ns[here])
-        place = np.searchsorted(first, start, "right") - 1
-        return np.asarray((place >= 0) & (reach[np.maximum(place, 0)] >= end))
+    def text(self, number: int) -> str:
+        """The phase's name."""
+        return OUTSIDE if number < 0 else self.trace.names[number]
 
-    def disagreements(self, trace: Trace, joined: Launches) -> list[str]:
-        """One sentence for every graph whose replays differ in their number of kernels."""
-        if self.op.size == 0:
-            return []
-        phase = phases_of_ops(trace, joined)[self.op]
-        texts = []
-        keys = np.stack([self.device, self.graph, np.where(self.graph < 0, phase, -1)])
-        for key in np.unique(keys, axis=1).T:
-            counts = Counter(self.kernels[(keys == key[:, None]).all(axis=0)].tolist())
-            if len(counts) == 1:
-                continue
-            seen = ", ".join(f"{kernels:,} kernels in {times:,}" for kernels, times in counts.most_common())
-            if key[1] >= 0:
-                texts.append(f"replays of graph {key[1]} on device {key[0]} differ: {seen}")
-            else:
-                name = phase_name(trace, int(key[2]))
-                texts.append(
-                    f"graph replays under {name!r} on device {key[0]} differ: {seen}; the trace has no graph "
-                    "ids, so these may be different graphs"
-                )
-        return texts
+    def at(self, rows: Ints) -> Ints:
+        """Phase number on each row's thread at its start."""
+        trace, count = self.trace, self.time_ns.size
+        if count == 0:
+            return np.full(rows.size, -1, np.int64)
+        pid = np.concatenate([self.pid, trace.pid[rows]])
+        tid = np.concatenate([self.tid, trace.tid[rows]])
+        time = np.concatenate([self.time_ns, trace.start_ns[rows]])
+        # Boundaries come first in `time`, and the sort is stable: at one instant they precede rows.
+        order = np.lexsort((time, tid, pid))
+        position = np.maximum.accumulate(np.where(order < count, np.arange(order.size), -1))
+        found = np.where(position < 0, 0, order[np.maximum(position, 0)])
+        good = (position >= 0) & (pid[found] == pid[order]) & (tid[found] == tid[order])
+        answer = np.empty(order.size, np.int64)
+        answer[order] = np.where(good, self.name[found], -1)
+        return answer[count:]
 
+    def of_ops(self, joined: Launches) -> Ints:
+        """Phase number of the launch call of every GPU op; -1 without a call or an annotation."""
+        known = joined.call != NO_CALL
+        phase = np.full(joined.ops.size, -1, np.int64)
+        calls, where = np.unique(joined.call[known], return_inverse=True)
+        phase[known] = self.at(calls)[where]
+        return phase
 
-def find_replays(trace: Trace, joined: Launches) -> Replays:
-    """Group the nodes of each graph launch."""
-    nodes = np.flatnonzero(joined.graph)
-    member = np.full(joined.ops.size, -1, np.int64)
-    device = trace.device[joined.ops[nodes]].astype(np.int64)
-    keys = np.stack([device, joined.launch[nodes]])
-    unique, first, where = np.unique(keys, axis=1, return_index=True, return_inverse=True)
-    where = where.reshape(-1)
-    order = np.argsort(first, kind="stable")  # by position: device, then start of the first node
-    rank = np.empty(order.size, np.int64)
-    rank[order] = np.arange(order.size)
-    where, first = rank[where], first[order]
-    member[nodes] = where
-    rows = joined.ops[nodes]
-    size = unique.shape[1]
-    last = np.full(size, np.iinfo(np.int64).min)
-    np.maximum.at(last, where, trace.start_ns[rows] + trace.duration_ns[rows])
-    head = rows[first]
-    return Replays(
-        op=nodes[first],
-        device=device[first],
-        first_ns=trace.start_ns[head],
-        last_ns=last,
-        nodes=np.bincount(where, minlength=size),
-        kernels=np.bincount(where[trace.category[rows] == Category.KERNEL], minlength=size),
-        graph=_graph_ids(trace, head),
-        member=member,
-    )
+    def host_ns(self, windows: Windows) -> Ints:
+        """Per name of the trace: time within the windows for which it is the innermost."""
+        if self.time_ns.size == 0:
+            return np.zeros(len(self.trace.names), np.int64)
+        covered = windows.covered(self.time_ns)
+        same = (self.pid[1:] == self.pid[:-1]) & (self.tid[1:] == self.tid[:-1]) & (self.name[:-1] >= 0)
+        return _sums(self.name[:-1][same], (covered[1:] - covered[:-1])[same], len(self.trace.names))
 
 
-def _graph_ids(trace: Trace, heads: Ints) -> Ints:
-    """Graph id of each replay: as written, else the upper half of CUPTI's node id, else -1."""
-    written, upper = trace.graph[heads], trace.graph_node[heads] >> 32
-    return np.where(written > 0, written, np.where(upper > 0, upper, -1))
+def find_phases(trace: Trace) -> Phases:
+    """Nest the annotations of every thread.
 
-
-def phase_name(trace: Trace, number: int) -> str:
-    """Name of a phase number: an index into the trace's names, -1 for none."""
-    return OUTSIDE if number < 0 else trace.names[number]
-
-
-def innermost(trace: Trace, rows: Ints) -> Ints:
-    """Name index of the innermost annotation open on each row's thread at its start; -1: none.
-
-    Between two boundaries of a thread's annotations the innermost one is the last opened at the
-    current depth. One sort; no loop over events.
+    Between two boundaries of a thread the innermost annotation is the last one opened at the current
+    depth, so one sort by time and one by depth find it, without a loop over events.
     """
     spans = trace.rows(Category.USER_ANNOTATION)
     spans = spans[trace.duration_ns[spans] > 0]
-    if spans.size == 0 or rows.size == 0:
-        return np.full(rows.size, -1, np.int64)
-    boundary = np.concatenate([spans, spans])
+    both = np.concatenate([spans, spans])
     step = np.repeat(np.array([1, -1]), spans.size)
-    length = trace.duration_ns[boundary]
-    time = trace.start_ns[boundary] + np.where(step > 0, 0, length)
-    # At one instant: inner spans close before outer ones, closing before opening, outer opens first.
-    tie = np.where(step > 0, -length, length)
-    order = np.lexsort((tie, step, time, trace.tid[boundary], trace.pid[boundary]))
-    boundary, step, time = boundary[order], step[order], time[order]
+    length = trace.duration_ns[both]
+    time = trace.start_ns[both] + np.where(step > 0, 0, length)
+    # At one instant: close before opening, inner before outer when closing, outer before inner when opening.
+    order = np.lexsort((-step * length, step, time, trace.tid[both], trace.pid[both]))
+    both, step = both[order], step[order]
     depth = np.cumsum(step)
     by_depth = np.argsort(depth, kind="stable")
-    opened = np.where(step > 0, np.arange(step.size), -1)[by_depth] + depth[by_depth] * step.size
+    offset = depth[by_depth] * step.size  # keeps the running maximum inside one depth
+    opened = np.where(step > 0, np.arange(step.size), -1)[by_depth] + offset
     current = np.empty(step.size, np.int64)
-    current[by_depth] = np.maximum.accumulate(opened) - depth[by_depth] * step.size
-    name = np.where((depth > 0) & (current >= 0), trace.name[boundary[np.maximum(current, 0)]], -1)
-    return _last_before(trace, boundary, time, name, rows)
+    current[by_depth] = np.maximum.accumulate(opened) - offset
+    name = np.where((depth > 0) & (current >= 0), trace.name[both[np.maximum(current, 0)]], -1)
+    return Phases(trace, trace.pid[both], trace.tid[both], time[order], name)
 
 
-def _last_before(trace: Trace, boundary: Ints, time: Ints, value: Ints, rows: Ints) -> Ints:
-    """`value` at the last boundary of the same thread at or before each row's start; -1: none."""
-    pids = np.concatenate([trace.pid[boundary], trace.pid[rows]])
-    tids = np.concatenate([trace.tid[boundary], trace.tid[rows]])
-    times = np.concatenate([time, trace.start_ns[rows]])
-    asking = np.repeat(np.array([0, 1]), [boundary.size, rows.size])
-    order = np.lexsort((np.arange(times.size), asking, times, tids, pids))
-    position = np.maximum.accumulate(np.where(order < boundary.size, np.arange(order.size), -1))
-    found = order[np.maximum(position, 0)]
-    good = (position >= 0) & (pids[found] == pids[order]) & (tids[found] == tids[order])
-    answer = np.full(times.size, -1, np.int64)
-    answer[order[good]] = value[np.minimum(found[good], boundary.size - 1)]
-    return answer[boundary.size :]
-
-
-def phases_of_ops(trace: Trace, joined: Launches) -> Ints:
-    """Phase number of the launch call of every GPU op; -1 without a call or an annotation."""
-    known = joined.call != NO_CALL
-    phase = np.full(joined.ops.size, -1, np.int64)
-    calls, where = np.unique(joined.call[known], return_inverse=True)
-    phase[known] = innermost(trace, calls)[where]
-    return phase
-
-
-def phase_ledger(trace: Trace, joined: Launches, inside: NDArray[np.bool_], waits: Ints) -> list[PhaseRow]:
-    """Launches, copies and waits by phase, for the ops in windows and the waits begun in them.
+def phase_ledger(
+    phases: Phases, joined: Launches, op_phase: Ints, inside: NDArray[np.bool_], waits: Ints, windows: Windows
+) -> list[PhaseRow]:
+    """One row for each phase with host time, launches or waits in the windows, longest first.
 
     Args:
-        inside: which ops of `joined` belong to a window.
-        waits: trace rows of the blocking calls of the windows.
+        op_phase: phase number of every op of `joined`.
+        inside: which ops belong to a window.
+        waits: trace rows of the blocking calls begun in a window.
     """
-    op_phase = phases_of_ops(trace, joined)[inside]
-    ops = joined.ops[inside]
+    trace = phases.trace
+    ops, phase = joined.ops[inside], op_phase[inside] + 1
     copies = trace.copies()[ops]
     _, opens = np.unique(joined.launch[inside], return_index=True)
     graph = joined.graph[inside][opens]
-    wait_phase = innermost(trace, waits)
+    wait_phase = phases.at(waits) + 1
     size = len(trace.names) + 1
-
-    def count(phases: Ints) -> Ints:
-        return np.bincount(phases + 1, minlength=size)
-
-    def total(phases: Ints, rows: Ints) -> Ints:
-        sums = np.zeros(size, np.int64)
-        np.add.at(sums, phases + 1, trace.duration_ns[rows])
-        return sums
-
-    gpu_ops, launched = count(op_phase), count(op_phase[opens])
-    graphs, gpu_ns = count(op_phase[opens][graph]), total(op_phase, ops)
-    h2d, d2h = count(op_phase[copies == Copy.HTOD]), count(op_phase[copies == Copy.DTOH])
-    waited, blocked = count(wait_phase), total(wait_phase, waits)
-    return [
-        PhaseRow(
-            phase=phase_name(trace, int(i) - 1),
-            launches=int(launched[i]),
-            graph_launches=int(graphs[i]),
-            gpu_ops=int(gpu_ops[i]),
-            fan_out=int(gpu_ops[i]) / max(int(launched[i]), 1),
-            gpu_us=int(gpu_ns[i]) / 1000,
-            memcpy_h2d=int(h2d[i]),
-            memcpy_d2h=int(d2h[i]),
-            syncs=int(waited[i]),
-            blocked_us=int(blocked[i]) / 1000,
-        )
-        for i in np.flatnonzero((gpu_ops > 0) | (waited > 0))
-    ]
+    columns = {
+        "host_us": np.append(0, phases.host_ns(windows)),
+        "launches": np.bincount(phase[opens], minlength=size),
+        "graph_launches": np.bincount(phase[opens][graph], minlength=size),
+        "gpu_ops": np.bincount(phase, minlength=size),
+        "gpu_us": _sums(phase, trace.duration_ns[ops], size),
+        "memcpy_h2d": np.bincount(phase[copies == Copy.HTOD], minlength=size),
+        "memcpy_d2h": np.bincount(phase[copies == Copy.DTOH], minlength=size),
+        "syncs": np.bincount(wait_phase, minlength=size),
+        "blocked_us": _sums(wait_phase, trace.duration_ns[waits], size),
+    }
+    some = columns["host_us"] + columns["gpu_ops"] + columns["syncs"] > 0
+    order = np.flatnonzero(some)[np.argsort(-columns["host_us"][some], kind="stable")]
+    return [_row(phases.text(int(i) - 1), {key: int(value[i]) for key, value in columns.items()}) for i in order]
 
 
-def replay_rows(
-    trace: Trace,
-    joined: Launches,
-    replays: Replays,
-    waits: Syncs,
-    inside: NDArray[np.bool_],
-    busy: dict[int, tuple[Ints, Ints, Ints]],
-) -> list[ReplayRow]:
-    """The replays with a node in a window, in parts.
+def _row(phase: str, values: dict[str, int]) -> PhaseRow:
+    fields = {key: value / 1000 if key.endswith("_us") else value for key, value in values.items()}
+    return msgspec.convert(
+        {"phase": phase, "fan_out": values["gpu_ops"] / max(values["launches"], 1), **fields}, PhaseRow
+    )
 
-    Args:
-        inside: which ops of `joined` belong to a window.
-        busy: per device the starts and ends of busy segments and the busy time before each.
-    """
-    chosen = np.unique(replays.member[inside & (replays.member >= 0)])
-    phase = phases_of_ops(trace, joined)
-    wait_end = np.sort(trace.start_ns[waits.rows] + trace.duration_ns[waits.rows])
-    next_wait = np.searchsorted(wait_end, replays.last_ns)
-    rows = []
-    for i in chosen:
-        op, device = int(replays.op[i]), int(replays.device[i])
-        first, last = int(replays.first_ns[i]), int(replays.last_ns[i])
-        starts, _, since = busy[device]
-        # First and last node lie in busy segments, so the idle between is span minus busy.
-        a = int(np.searchsorted(starts, first, "right")) - 1
-        b = int(np.searchsorted(starts, last, "right")) - 1
-        working = int(since[b] - since[a]) + (last - int(starts[b])) - (first - int(starts[a]))
-        call = int(joined.call[op])
-        rows.append(
-            ReplayRow(
-                phase=phase_name(trace, int(phase[op])),
-                device=device,
-                graph=int(replays.graph[i]),
-                nodes=int(replays.nodes[i]),
-                kernels=int(replays.kernels[i]),
-                launch_us=None if call == NO_CALL else int(trace.duration_ns[call]) / 1000,
-                to_first_us=None if call == NO_CALL else (first - int(trace.start_ns[call])) / 1000,
-                span_us=(last - first) / 1000,
-                intra_graph_gap_us=(last - first - working) / 1000,
-                to_sync_us=(int(wait_end[next_wait[i]]) - last) / 1000 if next_wait[i] < wait_end.size else None,
-            )
-        )
-    return rows
+
+def _sums(groups: Ints, values: Ints, size: int) -> Ints:
+    """Exact sums of `values` by group number."""
+    sums = np.zeros(size, np.int64)
+    np.add.at(sums, groups, values)
+    return sums
