@@ -10,6 +10,7 @@ from workbench.errors import WorkbenchError
 # One module per group of verbs; each has `register(app)`. They import nothing heavy at the top.
 GROUPS: tuple[str, ...] = (
     "capture",
+    "costs",
     "plan",
     "env",
     "report",

@@ -1,0 +1,156 @@
+"""`workbench calibrate` and `workbench compare`: measured costs of encoder calls on this machine."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from workbench.errors import WorkbenchError
+
+if TYPE_CHECKING:
+    from workbench.budgets import Configuration
+    from workbench.comparison import CheckRow, Comparisons
+
+Option = typer.Option
+Model = Annotated[str, Option(help="Which encoder.")]
+Depth = Annotated[int | None, Option(help="Blocks of a reduced encoder.")]
+Width = Annotated[int | None, Option(help="Features of a reduced encoder.")]
+Device = Annotated[str | None, Option(help="cuda, cuda:1 or cpu; left out: cuda if there is one.")]
+Seed = Annotated[int, Option(help="Seed of dummy weights, inputs and random calls.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs `calibrate` and `compare`."""
+    app.command("calibrate")(calibrate)
+    app.command("compare")(compare)
+
+
+def calibrate(
+    out: Annotated[Path, Option(help="The cost profile to write, JSON.")],
+    model: Model = "ernie45_vl",
+    budgets: Annotated[str, Option(help="Budgets to time like 64,128,4096; empty: a dense list from 64 to 4096.")] = "",
+    check: Annotated[Path | None, Option(help="Also time random configurations, other workloads.")] = None,
+    configurations: Annotated[int, Option(help="Random configurations of --check.")] = 12,
+    samples: Annotated[int, Option(help="Samples per point.")] = 8,
+    depth: Depth = None,
+    width: Width = None,
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what a replay of each budget, its host work and eager encoding cost on this machine."""
+    from workbench.budgets import parse_budgets
+    from workbench.costs import CostModel
+    from workbench.encoder import calibrate as meter
+    from workbench.encoder.session import SessionOptions, open_session
+    from workbench.files import write_json
+    from workbench.progress import progress_bar
+
+    options = SessionOptions(model=model, depth=depth, width=width, device=device, seed=seed)
+    chosen = parse_budgets(budgets) or meter.BUDGETS
+    with progress_bar() as progress:
+        profile = meter.calibrate(options, chosen, effort=meter.Effort(samples=samples), seed=seed, progress=progress)
+        write_json(out, profile)
+        rows: list[CheckRow] = []
+        if check is not None:
+            with open_session(options, meter.smallest(chosen)) as session:
+                measured = meter.check_held_out(
+                    session, chosen, configurations=configurations, seed=seed + 1, progress=progress
+                )
+            comparisons = meter.stored("held-out", profile.environment, measured)
+            write_json(check, comparisons)
+            rows = _checked(CostModel(profile), comparisons)
+    _show({"profile": str(out), "host": profile.host, "check": rows}, rows, as_json)
+
+
+def compare(
+    workload: Annotated[str, Option(help="A preset's name, or a workload file.")],
+    config: Annotated[list[str], Option(help="NAME=128,256:4 (budgets:items), repeatable; NAME=auto is vLLM's own.")],
+    out: Annotated[Path, Option(help="Where the samples go, JSON.")],
+    model: Model = "ernie45_vl",
+    profile: Annotated[Path | None, Option(help="A cost profile, to set predictions beside.")] = None,
+    repeats: Annotated[int, Option(help="Samples per call and configuration.")] = 20,
+    calls: Annotated[int, Option(help="Distinct calls to time, the first ones.")] = 40,
+    max_model_len: Annotated[int, Option(help="The server's, for inferred budgets.")] = 16_384,
+    max_num_batched_tokens: Annotated[int, Option(help="The server's, for inferred budgets.")] = 8192,
+    depth: Depth = None,
+    width: Width = None,
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Time several budget configurations on the same calls in one process, in ABBA order."""
+    from workbench.costs import CostModel, read_profile
+    from workbench.encoder import calibrate as meter
+    from workbench.encoder.session import SessionOptions, open_session
+    from workbench.environment import environment
+    from workbench.files import write_json
+    from workbench.models import model_facts
+    from workbench.profiler import distinct_calls
+    from workbench.progress import progress_bar
+    from workbench.sources import load_workload
+
+    named = dict(parse_named(text) for text in config)
+    priced = None if profile is None else CostModel(read_profile(profile, model))
+    timed = [call.grids for call in distinct_calls(load_workload(workload, model_facts(model)), limit=10_000)[:calls]]
+    options = SessionOptions(
+        model=model,
+        depth=depth,
+        width=width,
+        device=device,
+        seed=seed,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    machine = environment()
+    with progress_bar() as progress, open_session(options, next(iter(named.values()))) as session:
+        measured = meter.compare(
+            session, named, timed, repeats=repeats, seed=seed, workload=workload, progress=progress
+        )
+    comparisons = meter.stored("compare", machine, [measured])
+    write_json(out, comparisons)
+    rows = [] if priced is None else _checked(priced, comparisons)
+    _show({"comparisons": comparisons, "check": rows}, rows, as_json)
+
+
+def parse_named(text: str) -> "tuple[str, Configuration]":
+    """Return name and configuration of `NAME=128,256:4`, `NAME=128,256` or `NAME=auto`.
+
+    Raises:
+        WorkbenchError: no name, or budgets or items that are not whole numbers.
+    """
+    from workbench.budgets import Configuration, parse_budgets
+
+    name, equals, rest = text.partition("=")
+    budgets, _, items = rest.partition(":")
+    if not name or not equals or (items and not items.isdigit()):
+        raise WorkbenchError(f"{text!r} is not a named configuration; write NAME=128,256:4 or NAME=auto")
+    return name, Configuration(parse_budgets("" if budgets == "auto" else budgets), int(items or 0))
+
+
+def _checked(model: object, comparisons: "Comparisons") -> "list[CheckRow]":
+    from workbench.comparison import check
+    from workbench.costs import CostModel
+
+    assert isinstance(model, CostModel)
+    return check(model, comparisons)
+
+
+def _show(answer: dict[str, object], rows: "list[CheckRow]", as_json: bool) -> None:
+    import msgspec
+
+    if as_json:
+        print(msgspec.json.encode(answer).decode())
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="predicted beside measured", title_justify="left")
+    for column in ("workload", "configuration", "calls", "measured mean ms", "predicted", "error"):
+        table.add_column(column)
+    for row in rows:
+        figures = (f"{row.measured_mean_us / 1e3:.3f}", f"{row.predicted_mean_us / 1e3:.3f}", f"{row.error:+.1%}")
+        table.add_row(row.workload, row.configuration, str(row.calls), *figures)
+    if rows:
+        Console().print(table)
