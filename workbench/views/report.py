@@ -10,6 +10,7 @@ Notebooks run one after the other, because two at once would disturb each other'
 files themselves are not changed. Formulas in Markdown stay as typed: the page loads no MathJax.
 """
 
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -194,7 +195,7 @@ def execute(path: Path, notebook: Any, step: Callable[[int, int], None] = lambda
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
-    from nbclient.exceptions import CellControlSignal, CellExecutionError, DeadKernelError
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
     current = 0
 
@@ -206,24 +207,32 @@ def execute(path: Path, notebook: Any, step: Callable[[int, int], None] = lambda
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     for cell in code:
         cell.outputs, cell.execution_count = [], None
-    client = NotebookClient(
-        notebook,
-        # No kernel folders: the kernel is then this interpreter, whatever kernels the person has installed.
-        km=AsyncKernelManager(kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[])),
-        timeout=CELL_SECONDS,
-        resources={"metadata": {"path": str(path.resolve().parent)}},
-        on_cell_start=on_start,
-    )
     failure = None
     start = time.perf_counter()
-    try:
-        client.execute()
-    except CellExecutionError as error:
-        failure = CellFailure(cell=current, error=error.ename, message=error.evalue)
-    except DeadKernelError:
-        failure = CellFailure(cell=current, error="DeadKernelError", message="the notebook's process died")
-    except (CellControlSignal, TimeoutError, RuntimeError) as error:
-        failure = CellFailure(cell=current, error=type(error).__name__, message=str(error).strip().splitlines()[0])
+    with tempfile.TemporaryDirectory() as sockets:
+        kernel = AsyncKernelManager(
+            kernel_name="python3",
+            # No kernel folders: the kernel is then this interpreter, whatever kernels the person has installed.
+            kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),
+            transport="ipc",  # no port that others on this machine could reach
+            ip=f"{sockets}/kernel",
+        )
+        client = NotebookClient(
+            notebook,
+            km=kernel,
+            timeout=CELL_SECONDS,
+            resources={"metadata": {"path": str(path.resolve().parent)}},
+            on_cell_start=on_start,
+        )
+        try:
+            client.execute()
+        except CellExecutionError as error:
+            failure = CellFailure(cell=current, error=error.ename, message=error.evalue)
+        except DeadKernelError:
+            failure = CellFailure(cell=current, error="DeadKernelError", message="the notebook's process died")
+        except CellTimeoutError:
+            message = f"the cell ran for more than {CELL_SECONDS} s"
+            failure = CellFailure(cell=current, error="CellTimeoutError", message=message)
     summary = NotebookSummary(
         file=path.name,
         title=_title(notebook) or path.stem,

@@ -1,0 +1,58 @@
+"""Start-up: nothing heavy is imported before it is needed, and every verb has help."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from workbench.cli import GROUPS, app
+
+HEAVY = {"torch", "vllm", "pandas", "plotly", "numba"}
+LISTING = "import json, sys; print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+
+
+def imported(code: str) -> set[str]:
+    """Return the top-level modules that a fresh process has after `code`; its last line is the listing."""
+    done = subprocess.run([sys.executable, "-c", f"{code}\n{LISTING}"], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def command_names() -> list[str]:
+    return sorted(typer.main.get_group(app).commands)
+
+
+def test_import_is_light() -> None:
+    assert not imported("import workbench") & HEAVY
+
+
+def test_help_is_light_and_works() -> None:
+    code = "import sys; sys.argv = ['workbench', '--help']\nfrom workbench.cli import main\n"
+    code += "try:\n    main()\nexcept SystemExit as end:\n    assert end.code == 0"
+    assert not imported(code) & HEAVY
+
+
+def test_env_needs_no_engine() -> None:
+    code = "from workbench.environment import capability, environment\ncapability(environment())"
+    assert not imported(code) & HEAVY
+
+
+def test_the_listing_sees_a_heavy_import() -> None:
+    assert "pandas" in imported("import pandas") & HEAVY
+
+
+def test_groups_are_named_once() -> None:
+    assert len(set(GROUPS)) == len(GROUPS)
+
+
+@pytest.mark.parametrize("name", command_names())
+def test_every_verb_has_help_and_json(name: str) -> None:
+    command = typer.main.get_group(app).commands[name]
+    leaves = getattr(command, "commands", {name: command}).values()
+    for leaf in leaves:
+        assert leaf.help, f"{leaf.name} says nothing about itself"
+        options = {option for parameter in leaf.params for option in parameter.opts}
+        assert "--json" in options, f"{leaf.name} has no --json"
+    assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0
