@@ -131,7 +131,7 @@ def resolve(configuration: Configuration, limits: Limits | None = None) -> Resol
         WorkbenchError: vLLM refuses it, or it must be inferred and `limits` do not say from what.
     """
     limits = limits or Limits()
-    _check_values(configuration, limits)
+    check_values(configuration, limits)
     budgets, max_items = _budgets_and_items(configuration, limits)
     if limits.video_limit == 0:
         max_frames = 0
@@ -142,7 +142,12 @@ def resolve(configuration: Configuration, limits: Limits | None = None) -> Resol
     return Resolved(budgets, max_items, max_frames, tuple(_warnings(configuration, limits, budgets)))
 
 
-def _check_values(configuration: Configuration, limits: Limits) -> None:
+def check_values(configuration: Configuration, limits: Limits) -> None:
+    """Refuse values that make no configuration.
+
+    Raises:
+        WorkbenchError: a budget that is not positive, a negative number, or one beyond any encoder.
+    """
     for budget in configuration.budgets:
         if budget <= 0:
             raise WorkbenchError(f"budget {budget} is not positive; vLLM refuses it, so remove it")

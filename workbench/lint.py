@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from workbench.budgets import MANY_GRAPHS, Configuration, Limits, Resolved, resolve
+from workbench.budgets import MANY_GRAPHS, Configuration, Limits, Resolved, check_values, resolve
 from workbench.errors import WorkbenchError
 from workbench.models import ModelFacts
 from workbench.planner import Plan, arrange, pack
@@ -568,6 +568,7 @@ def lint(
             is a finding; or the workload is not one.
     """
     limits = limits or Limits.of(facts)
+    check_values(configuration, limits)
     refused = bool(configuration.budgets) and configuration.max_items > min(configuration.budgets)
     resolved = None if refused else resolve(configuration, limits)
     captures = () if resolved is None else captured_shapes(facts, resolved)

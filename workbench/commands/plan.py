@@ -113,9 +113,9 @@ def lint(
     )
     traffic = None
     if workload is not None:
-        from workbench.sources import load
+        from workbench.sources import load_workload
 
-        traffic = load(workload, model)
+        traffic = load_workload(workload, facts)
     report = check(facts, _configuration(budgets, max_items, max_frames, compilation_config), limits, traffic)
     if as_json:
         warnings = list(report.resolved.warnings) if report.resolved else []
