@@ -9,11 +9,15 @@ from workbench.errors import WorkbenchError
 
 # One module per group of verbs; each has `register(app)`. They import nothing heavy at the top.
 GROUPS: tuple[str, ...] = (
+    "workload",
+    "checkpoint",
     "capture",
+    "analyze",
     "costs",
     "plan",
     "env",
     "report",
+    "bundle",
 )
 
 app = typer.Typer(

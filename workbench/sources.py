@@ -24,10 +24,10 @@ TABLE_LIMIT = 2**30  # bytes of a table file
 IMAGE_LIMIT = 1_000_000  # files of a folder
 COLUMNS = ("width", "height", "frames", "call")
 _READERS = {".csv": "csv", ".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-_IMAGES = frozenset(
-    (".avif", ".bmp", ".gif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm")
-    + (".png", ".ppm", ".tga", ".tif", ".tiff", ".webp")
-)
+_IMAGES = frozenset((
+    ".avif", ".bmp", ".gif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm",
+    ".png", ".ppm", ".tga", ".tif", ".tiff", ".webp",
+))  # fmt: skip
 
 
 @dataclass(frozen=True)

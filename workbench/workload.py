@@ -6,7 +6,7 @@ is in `workbench.sources`, how a size becomes a grid in `workbench.grids`.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -39,10 +39,10 @@ class Workload:
     name: str
     model: str
     source: str
-    sizes: Sizes
-    grids: Sizes
-    tokens: Ints
-    offsets: Ints
+    sizes: Sizes = field(repr=False)
+    grids: Sizes = field(repr=False)
+    tokens: Ints = field(repr=False)
+    offsets: Ints = field(repr=False)
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -53,6 +53,10 @@ class Workload:
     def items(self) -> int:
         """Number of items."""
         return len(self.tokens)
+
+    def calls(self) -> list[list[int]]:
+        """Return the items' tokens group by group, as `workbench plan --calls` reads them."""
+        return [part.tolist() for part in np.split(self.tokens, self.offsets[1:-1])]
 
     @cached_property
     def frames(self) -> Ints:
@@ -334,3 +338,61 @@ def _schedule(workload: Workload, policy: Scheduler) -> Ints:
             decoders += finished
         now += 1
     return np.array(steps, np.int64)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a workload holds, for a table.
+
+    Attributes:
+        groups: requests or calls, empty ones included.
+        empty: groups without an item.
+        images, videos: items by modality.
+        tokens: smallest, median, 90th and 99th percentile, largest, and sum of the items' output tokens.
+        items_per_group, tokens_per_group: the same five figures over groups that hold something.
+        shapes: the commonest (width, height, frames) with their tokens and how many items have them.
+    """
+
+    name: str
+    model: str
+    source: str
+    groups: int
+    empty: int
+    images: int
+    videos: int
+    tokens: dict[str, float]
+    items_per_group: dict[str, float]
+    tokens_per_group: dict[str, float]
+    shapes: list[dict[str, int]]
+    notes: tuple[str, ...]
+
+
+def summarize(workload: Workload, shapes: int = 12) -> Summary:
+    """Summarise a workload, with its `shapes` commonest sizes."""
+    counts = workload.counts
+    sums = np.add.reduceat(np.append(workload.tokens, 0), workload.offsets[:-1])[counts > 0]
+    columns = np.column_stack([workload.sizes.astype(np.int64), workload.tokens])
+    unique, number = np.unique(columns, axis=0, return_counts=True)
+    common = np.argsort(-number, kind="stable")[:shapes]
+    names = ("width", "height", "frames", "tokens")
+    return Summary(
+        name=workload.name,
+        model=workload.model,
+        source=workload.source,
+        groups=len(workload),
+        empty=int((counts == 0).sum()),
+        images=int((~workload.is_video).sum()),
+        videos=int(workload.is_video.sum()),
+        tokens=_spread(workload.tokens) | {"sum": int(workload.tokens.sum())},
+        items_per_group=_spread(counts[counts > 0]),
+        tokens_per_group=_spread(sums),
+        shapes=[dict(zip(names, map(int, unique[row]), strict=True)) | {"items": int(number[row])} for row in common],
+        notes=workload.notes,
+    )
+
+
+def _spread(values: Ints) -> dict[str, float]:
+    if not len(values):
+        return {}
+    points = np.percentile(values, [0, 50, 90, 99, 100])
+    return dict(zip(("min", "median", "p90", "p99", "max"), map(float, points), strict=True))
