@@ -1,7 +1,6 @@
 """The report: notebooks run as copies, one page without network, failures named; the theme's outputs."""
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -365,17 +364,22 @@ def test_table_formats_escapes_and_counts() -> None:
     assert "0.00" not in theme.table_html(pd.DataFrame({"a": [1234.5, 0.5]})).replace("1,234", "")
 
 
-def test_a_notebook_that_shows_passes_nbval_twice(tmp_path: Path) -> None:
-    """What `show` and `note_source` save is equal in every run, so nbval can compare it exactly."""
+def test_what_a_notebook_shows_is_equal_in_every_run(tmp_path: Path) -> None:
+    """nbval, which compares exactly, passes what `show` and `note_source` saved, and sees a changed number."""
     path = write_notebook(tmp_path / "stable.ipynb", GOOD[1:3])
     done = report.execute(path, report.read_notebook(path))
     assert done.summary.failure is None
     nbformat.write(done.notebook, path)
-    shutil.copy(Path(__file__).parent / "nbval.cfg", tmp_path)
-    command = [sys.executable, "-m", "pytest", "-q", "--nbval", "--nbval-current-env", "-p", "no:cacheprovider"]
-    command += ["--nbval-sanitize-with", "nbval.cfg", path.name]
-    passed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "2 passed" in passed.stdout, passed.stdout
-    path.write_text(path.read_text("utf-8").replace("22.50", "22.51"), "utf-8")
-    failed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "1 failed" in failed.stdout, failed.stdout
+    saved = path.read_text("utf-8")
+    assert "22.50" in saved
+    (tmp_path / "changed.ipynb").write_text(saved.replace("22.50", "22.51"), "utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", "--nbval", "--nbval-current-env", "-p", "no:cacheprovider"]
+    command += ["--nbval-sanitize-with", str(Path(__file__).parent / "nbval.cfg"), str(tmp_path)]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    results = [line for line in ran.stdout.splitlines() if line.startswith(("PASSED", "FAILED"))]
+    assert [line.partition(" - ")[0] for line in results] == [
+        "PASSED changed.ipynb::Cell 0",
+        "PASSED stable.ipynb::Cell 0",
+        "PASSED stable.ipynb::Cell 1",
+        "FAILED changed.ipynb::Cell 1",
+    ], ran.stdout
