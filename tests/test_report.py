@@ -374,7 +374,13 @@ def test_what_a_notebook_shows_is_equal_in_every_run(tmp_path: Path) -> None:
     assert "22.50" in saved
     (tmp_path / "changed.ipynb").write_text(saved.replace("22.50", "22.51"), "utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "--nbval", "--nbval-current-env", "-p", "no:cacheprovider"]
-    command += ["--nbval-sanitize-with", str(Path(__file__).parent / "nbval.cfg"), str(tmp_path)]
+    command += [
+        "--rootdir",
+        str(tmp_path),
+        "--nbval-sanitize-with",
+        str(Path(__file__).parent / "nbval.cfg"),
+        str(tmp_path),
+    ]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     results = [line for line in ran.stdout.splitlines() if line.startswith(("PASSED", "FAILED"))]
     assert [line.partition(" - ")[0] for line in results] == [
