@@ -354,13 +354,14 @@ def _zeroed_tail(subject: Subject) -> Iterator[Found]:
             evidence=evidence | {"zeroed": frames - items},
         )
     videos = subject.videos_allowed and (subject.plan is None or bool(subject.video.any()))
-    if frames < items and videos:
+    fewest = max(frames, 1)  # offsets after the first that a replay of one frame writes
+    if fewest < items and videos:
         yield Found(
             f"the sequence buffer is captured with {items + 1} offsets and a replay of videos with fewer than {items} "
-            f"frames in all writes {frames + 1} or more: vLLM zeroes the rest, and attention over them gives wrong "
+            f"frames in all writes as few as {fewest + 1}: vLLM zeroes the rest, and attention over them gives wrong "
             "embeddings",
             "set max frames per batch to max items",
-            evidence=evidence | {"zeroed": items - frames},
+            evidence=evidence | {"zeroed": items - fewest},
         )
 
 
