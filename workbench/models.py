@@ -106,7 +106,7 @@ _GLM4_1V = ModelFacts(
     graph_modalities=("image", "video"),
     limits={
         "image": SizeLimits(min_pixels=12_544, max_pixels=11_760_000, counts_frames=True),
-        "video": SizeLimits(min_pixels=12_544, max_pixels=11_760_000, counts_frames=True),
+        "video": SizeLimits(min_pixels=12_544, max_pixels=47_040_000, counts_frames=True),
     },
     sequences="frame",
     max_frames_per_video=600,
