@@ -1,12 +1,19 @@
 """The capture on vLLM's real classes (CPU: static replay at depth 2), and the command line around it."""
 
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.test_profiler import annotations, operators, workload
 from workbench.budgets import Configuration
+from workbench.errors import WorkbenchError
 from workbench.grids import to_grids
 from workbench.models import model_facts
 from workbench.run import ARMS, UNNAMED_PHASE, Run, read_run
@@ -16,22 +23,42 @@ pytestmark = pytest.mark.engine
 
 pytest.importorskip("vllm", reason="the engine is not installed")
 
-from workbench.encoder.session import SessionOptions  # noqa: E402 - needs the engine
-from workbench.profiler import capture  # noqa: E402
+import torch  # noqa: E402 - needs the engine
 
-SMALL, WIDE, LARGE = (224, 224, 1), (448, 224, 1), (448, 896, 1)
+from workbench.encoder import engine  # noqa: E402
+from workbench.encoder.session import EncoderSession, SessionOptions  # noqa: E402
+from workbench.profiler import capture, distortions, recording  # noqa: E402
+
+SMALL, WIDE, LARGE = (112, 112, 1), (224, 112, 1), (224, 448, 1)  # 16, 32 and 128 tokens
 OPTIONS = SessionOptions(depth=2, width=160, device="cpu")
-CONFIGURATION = Configuration((128, 256), 4)
+CONFIGURATION = Configuration((32, 64), 4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors gain nothing from threads, which wait for each other where tests run side by side."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three distinct calls; the third holds an item above the largest budget (D1)."""
     out = tmp_path_factory.mktemp("runs") / "small"
-    calls = workload([SMALL], [SMALL, WIDE], [SMALL], [LARGE])
+    calls = workload([SMALL], [SMALL, WIDE], [SMALL], [LARGE], [WIDE])
     seen: list[tuple[str, float]] = []
     run = capture(
-        OPTIONS, CONFIGURATION, calls, out, repeats=4, warmup=1, progress=lambda what, done: seen.append((what, done))
+        OPTIONS,
+        CONFIGURATION,
+        calls,
+        out,
+        repeats=4,
+        warmup=1,
+        traced_calls=3,
+        max_calls=3,
+        progress=lambda what, done: seen.append((what, done)),
     )
     assert run == read_run(out)
     shares = [done for _, done in seen]
@@ -49,14 +76,15 @@ def test_the_run_says_what_it_is(run: Run) -> None:
     assert run.name == "small"
     assert run.replay == "static_replay"
     assert any("static replay" in note for note in run.notes)
+    assert "the first 3 of 4 distinct calls of the workload were measured; they are 4 of its 5 calls" in run.notes
     assert (run.model.key, run.model.depth, run.model.width, run.model.weights) == (
         "ernie45_vl",
         2,
         160,
         "dummy seed 0",
     )
-    assert run.config.budgets == [128, 256]
-    assert [cost.budget for cost in run.capture] == [256, 128]
+    assert run.config.budgets == [32, 64]
+    assert [cost.budget for cost in run.capture] == [64, 32]
     assert [call.count for call in run.calls] == [2, 1, 1]
     assert run.environment.vllm is not None
 
@@ -76,8 +104,8 @@ def test_timings_are_in_abba_order(run: Run) -> None:
 
 def test_every_batch_has_its_budget(run: Run) -> None:
     assert [(batch.call, batch.items, batch.tokens, batch.budget) for batch in run.batches] == [
-        (0, [0], 64, 128),
-        (1, [0, 1], 192, 256),
+        (0, [0], 16, 32),
+        (1, [0, 1], 48, 64),
     ]
     assert (run.graph_hits, run.graph_misses) == (3, 0)
 
@@ -162,3 +190,163 @@ def test_known_defects_of_glm_are_named(
     assert [(failure.arm, failure.call, failure.cause) for failure in run.failures] == [("graph", 0, cause)]
     assert {timing.arm for timing in run.timings} == {"eager_served", "eager_fallback"}
     assert run.traces == []
+
+
+def test_the_profilers_distortion_is_reported(run: Run) -> None:
+    found = distortions(run)
+    assert [(one.arm, one.call) for one in found] == [
+        *(("eager_served", call) for call in (0, 1, 2)),
+        *(("eager_fallback", call) for call in (0, 1, 2)),
+        *(("graph", call) for call in (0, 1)),
+    ]
+    trace = run.traces[-1]
+    expected = np.median([wall for wall, call in zip(trace.wall_us, trace.calls, strict=True) if call == 1])
+    assert found[-1].profiled_us == expected
+    assert found[-1].ratio == found[-1].profiled_us / found[-1].unprofiled_us
+
+
+def test_an_interrupted_capture_leaves_nothing(tmp_path: Path) -> None:
+    def interrupt(what: str, done: float) -> None:
+        if what.startswith("tracing"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        capture(OPTIONS, CONFIGURATION, workload([SMALL]), tmp_path / "run", repeats=1, progress=interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from tests.test_capture import CONFIGURATION, OPTIONS, SMALL, capture, torch, workload
+report = lambda what, done: print(what, flush=True)
+torch.set_num_threads(1)
+capture(OPTIONS, CONFIGURATION, workload([SMALL]), Path(sys.argv[1]), repeats=1, progress=report)
+"""
+
+
+def test_a_killed_capture_leaves_no_run_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith("tracing"):
+                child.send_signal(signal.SIGKILL)
+                break
+        child.stdout.read()
+    assert child.returncode == -signal.SIGKILL
+    assert not (tmp_path / "run").exists()
+    capture(OPTIONS, CONFIGURATION, workload([SMALL]), tmp_path / "run", repeats=1, profiled_repeats=0)
+    assert read_run(tmp_path / "run").name == "run"
+
+
+def test_a_second_capture_needs_overwrite(folder: Path, run: Run) -> None:
+    with pytest.raises(WorkbenchError, match="not empty"):
+        capture(OPTIONS, CONFIGURATION, workload([SMALL]), folder, repeats=1, profiled_repeats=0)
+    assert read_run(folder) == run
+
+
+@pytest.mark.parametrize(
+    ("options", "configuration", "message"),
+    [
+        ({"model": "nope"}, CONFIGURATION, "unknown model 'nope'"),
+        ({"device": "cuda"}, CONFIGURATION, "there is no CUDA device"),
+        ({"device": "abacus"}, CONFIGURATION, "not a device"),
+        ({"dtype": "int8"}, CONFIGURATION, "dtype 'int8'"),
+        ({"depth": 0}, CONFIGURATION, "depth 0 is not between"),
+        ({"width": 100}, CONFIGURATION, "width 100 is not a multiple"),
+        ({"checkpoint": Path("missing")}, CONFIGURATION, "missing"),
+        ({"attention_backend": "nope"}, CONFIGURATION, "attention backend 'nope'"),
+        ({}, Configuration((0, 128), 4), "budget 0 is not positive"),
+        ({}, Configuration((-64,), 4), "budget -64 is not positive"),
+        ({}, Configuration((128, 256), 129), "above the smallest budget 128"),
+        ({"model": "glm4_1v"}, CONFIGURATION, "was made for ernie45_vl"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing(
+    tmp_path: Path, options: dict[str, Any], configuration: Configuration, message: str
+) -> None:
+    if options.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(WorkbenchError, match=message) as caught:
+        capture(replace(OPTIONS, **options), configuration, workload([SMALL]), tmp_path / "run", repeats=1)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_memory_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "available_bytes", lambda device: 2**20)
+    with pytest.raises(WorkbenchError, match=r"needs about .* GiB"):
+        capture(OPTIONS, CONFIGURATION, workload([SMALL]), tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_that_runs_out_in_an_arm_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(session: EncoderSession, inputs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a lot")
+
+    monkeypatch.setattr(EncoderSession, "eager_fallback", full)
+    with pytest.raises(WorkbenchError, match=r"not enough memory for eager_fallback on call 0 \(image 112x112\)"):
+        capture(OPTIONS, CONFIGURATION, workload([SMALL]), tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_vllm_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.version.__version__", "0.31.2")
+    with pytest.raises(WorkbenchError, match=r"vLLM 0\.31\.2 is not supported"):
+        capture(OPTIONS, CONFIGURATION, workload([SMALL]), tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unexpected_failure_is_recorded_without_a_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(session: EncoderSession, inputs: object) -> None:
+        raise ValueError("first line\nsecond line")
+
+    monkeypatch.setattr(EncoderSession, "eager_served", broken)
+    run = capture(OPTIONS, CONFIGURATION, workload([SMALL]), tmp_path / "run", repeats=1, warmup=0)
+    (failure,) = run.failures
+    assert (failure.arm, failure.error, failure.message, failure.cause) == (
+        "eager_served",
+        "ValueError",
+        "first line",
+        None,
+    )
+    assert {timing.arm for timing in run.timings} == {"eager_fallback", "graph"}
+    assert {trace.arm for trace in run.traces} == {"eager_fallback", "graph"}
+    assert [found.baseline for found in run.equality] == ["eager_fallback"]
+
+
+def test_planted_wrong_output_is_not_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = EncoderSession.graph
+
+    def shifted(session: EncoderSession, inputs: Any) -> list[Any]:
+        return [item + 1 for item in graph(session, inputs)]
+
+    monkeypatch.setattr(EncoderSession, "graph", shifted)
+    run = capture(OPTIONS, CONFIGURATION, workload([SMALL]), tmp_path / "run", repeats=1, profiled_repeats=0)
+    for found in run.equality:
+        assert not found.bit_equal
+        assert found.max_abs == pytest.approx(1, abs=0.05)
+
+
+def test_a_watched_run_leaves_tracing_to_others(tmp_path: Path) -> None:
+    with recording(tmp_path / "outside.json.gz", ["ranges"]) as start:
+        start()
+        run = capture(OPTIONS, CONFIGURATION, workload([SMALL]), tmp_path / "run", repeats=1, watched=True)
+    assert run.traces == []
+    names = annotations(tmp_path / "outside.json.gz")
+    assert [name for name in names if name in ARMS] == list(ARMS)
+    assert names.count("call#0") == 2 * len(ARMS)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_cuda_both_sets_of_activities_are_traced(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run = capture(replace(OPTIONS, device="cuda"), CONFIGURATION, workload([SMALL]), out, repeats=4)
+    assert run.replay == "cuda_graph"
+    assert all(len(timing.gpu_us) == 4 for timing in run.timings)
+    assert [trace.activities for trace in run.traces] == [["ranges", "cuda"]] * 3 + [["cpu", "cuda"]] * 3
+    for trace in run.traces:
+        assert annotations(out / trace.file).count("call#0") == 2
+        assert (operators(out / trace.file) > 0) == ("cpu" in trace.activities)

@@ -59,9 +59,11 @@ def test_abba_gives_every_arm_the_same_mean_position(pairs: int) -> None:
     assert len(means) == 1
 
 
-@pytest.mark.parametrize("wrong", [{"timed": 0}, {"warmup": -1}, {"profiled": -1}, {"phases": 0}, {"traced_calls": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"timed": 0}, {"warmup": -1}, {"profiled": -1}, {"phases": 0}, {"traced_calls": -1}, {"calls": 0}]
+)
 def test_repeats_that_measure_nothing_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(WorkbenchError, match="time at least one repeat"):
+    with pytest.raises(WorkbenchError, match="time at least one"):
         Repeats(**wrong)
 
 
@@ -96,13 +98,9 @@ def test_distinct_calls_keep_order_and_count() -> None:
     assert calls[1].tokens == [64, 128]
 
 
-def test_distinct_calls_refuse_nothing_and_too_many() -> None:
+def test_distinct_calls_need_an_item() -> None:
     with pytest.raises(WorkbenchError, match="holds no image"):
         distinct_calls(workload([], []))
-    many = workload(*([(28 * k, 28, 1)] for k in range(1, 8)))
-    assert len(distinct_calls(many, limit=7)) == 7
-    with pytest.raises(WorkbenchError, match="more than 6 distinct calls"):
-        distinct_calls(many, limit=6)
 
 
 def test_equality_takes_the_worst_item() -> None:

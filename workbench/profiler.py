@@ -15,6 +15,7 @@ Not measured: the processor, the scheduler, the language model, several calls in
 """
 
 import gzip
+import itertools
 import re
 import tempfile
 import time
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 import workbench
 from workbench.budgets import DEFAULT_VIDEO_LIMIT, Configuration, Limits, resolve
@@ -49,11 +51,13 @@ from workbench.run import (
     Equality,
     Failure,
     PhaseTiming,
+    Record,
     Run,
     Timing,
     TraceFile,
 )
-from workbench.workload import Workload
+from workbench.stats import summary
+from workbench.workload import Ints, Workload
 
 if TYPE_CHECKING:
     from workbench.encoder.session import EncoderSession, SessionOptions
@@ -67,19 +71,20 @@ Span = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Repeats:
-    """How often each thing is done per arm and distinct call."""
+    """How often each thing is done per arm and distinct call, and for how many calls."""
 
     timed: int = 40
     phases: int = 20
     profiled: int = 2
     warmup: int = 5
-    traced_calls: int | None = None
+    traced_calls: int = 2
+    calls: int = 8
 
     def __post_init__(self) -> None:
-        if min(self.timed, self.phases) < 1 or min(self.warmup, self.profiled, self.traced_calls or 0) < 0:
+        if min(self.timed, self.phases, self.calls) < 1 or min(self.warmup, self.profiled, self.traced_calls) < 0:
             raise WorkbenchError(
-                f"{self.timed} repeats, {self.warmup} for warm-up, {self.profiled} traced of {self.traced_calls} calls "
-                "cannot be run; time at least one repeat and leave the others at zero or more"
+                f"{self.timed} repeats of {self.calls} calls, {self.warmup} for warm-up and {self.profiled} traced of "
+                f"{self.traced_calls} calls cannot be run; time at least one, and leave the others at zero or more"
             )
 
 
@@ -99,23 +104,25 @@ def capture(
     *,
     repeats: int = 40,
     profiled_repeats: int = 2,
-    traced_calls: int | None = None,
+    traced_calls: int = 2,
+    max_calls: int = 8,
     warmup: int = 5,
     progress: Progress = silent,
     name: str | None = None,
     overwrite: bool = False,
     watched: bool = False,
 ) -> Run:
-    """Measure every distinct call of `workload` and write the run folder `out`.
+    """Measure distinct calls of `workload` and write the run folder `out`.
 
     Args:
         options: which encoder, where, with which weights.
         configuration: the budgets; what is left out vLLM infers.
-        workload: its distinct calls are measured once each, whatever their counts.
+        workload: each distinct call is measured for itself, whatever its count.
         out: the folder to make; it appears under this name only when everything is in it.
         repeats: un-profiled samples per arm and call; phases get half as many.
         profiled_repeats: traced repeats per arm, call and set of activities.
-        traced_calls: how many of the distinct calls, the first ones, are traced; None: all.
+        traced_calls: how many of the measured calls, the first ones, are traced.
+        max_calls: how many of the distinct calls, the first ones, are measured; a note tells when there are more.
         warmup: repeats before timing.
         progress: told what is going on.
         name: the run's; None: the folder's.
@@ -126,7 +133,7 @@ def capture(
     Raises:
         WorkbenchError: bad input, an occupied `out`, or a machine that cannot run it; nothing is written then.
     """
-    counts = Repeats(repeats, max(1, repeats // 2), profiled_repeats, warmup, traced_calls)
+    counts = Repeats(repeats, max(1, repeats // 2), profiled_repeats, warmup, traced_calls, max_calls)
     refuse_occupied(out, overwrite)
     facts = model_facts(options.model)
     if workload.model != facts.key:
@@ -141,7 +148,13 @@ def capture(
         max_frames_per_video=facts.max_frames_per_video,
     )
     warnings = resolve(configuration, limits).warnings
-    calls = distinct_calls(workload)
+    distinct = distinct_calls(workload)
+    calls = distinct[:max_calls]
+    if len(calls) < len(distinct):
+        warnings += (
+            f"the first {len(calls)} of {len(distinct)} distinct calls of the workload were measured; they are "
+            f"{sum(call.count for call in calls)} of its {sum(call.count for call in distinct)} calls",
+        )
     machine = environment()  # before this process has a CUDA context
     from workbench.encoder.session import open_session
 
@@ -180,45 +193,74 @@ def capture(
     return run
 
 
-def distinct_calls(workload: Workload, limit: int = 64) -> list[Call]:
+def distinct_calls(workload: Workload) -> list[Call]:
     """Return the distinct encoder calls of `workload`, in order of first appearance, with their counts.
 
-    A group that mixes images and videos is two calls, as vLLM encodes one modality at a time.
+    A group that mixes images and videos is two calls, as vLLM encodes one modality at a time. The order of the items
+    tells calls apart, as it does in vLLM's batches.
 
     Raises:
-        WorkbenchError: no item at all, or more distinct calls than `limit`.
+        WorkbenchError: no item at all.
     """
-    counts: Counter[tuple[bool, tuple[int, ...]]] = Counter()
-    first: dict[tuple[bool, tuple[int, ...]], list[int]] = {}
-    for start, stop in zip(workload.offsets[:-1].tolist(), workload.offsets[1:].tolist(), strict=True):
+    counts: Counter[tuple[bool, bytes]] = Counter()
+    first: dict[tuple[bool, bytes], Ints] = {}
+    for start, stop in itertools.pairwise(workload.offsets.tolist()):
+        videos = workload.is_video[start:stop]
         for video in (False, True):
-            items = [i for i in range(start, stop) if bool(workload.is_video[i]) == video]
-            key = (video, tuple(x for i in items for x in workload.sizes[i].tolist()))
-            if items:
+            items = start + np.flatnonzero(videos == video)
+            if items.size:
+                key = (video, workload.sizes[items].tobytes())
                 counts[key] += 1
                 first.setdefault(key, items)
-        if len(first) > limit:
-            raise WorkbenchError(
-                f"workload {workload.name!r} has more than {limit} distinct calls, too many to time each; "
-                "choose a smaller workload, or plan it with `workbench plan`"
-            )
     if not first:
         raise WorkbenchError(f"workload {workload.name!r} holds no image and no video; add one")
     return [
         Call(
             modality="video" if key[0] else "image",
-            sizes=[_triple(workload.sizes[i]) for i in items],
-            grids=[_triple(workload.grids[i]) for i in items],
-            tokens=[int(workload.tokens[i]) for i in items],
+            sizes=[_triple(size) for size in workload.sizes[items].tolist()],
+            grids=[_triple(grid) for grid in workload.grids[items].tolist()],
+            tokens=workload.tokens[items].tolist(),
             count=counts[key],
         )
         for key, items in first.items()
     ]
 
 
-def _triple(row: Any) -> tuple[int, int, int]:
-    a, b, c = row.tolist()
+def _triple(row: list[int]) -> tuple[int, int, int]:
+    a, b, c = row
     return a, b, c
+
+
+class Distortion(Record, frozen=True):
+    """What profiling did to one arm on one call: medians of host time with and without, and their ratio."""
+
+    arm: Arm
+    call: int
+    activities: list[str]
+    profiled_us: float
+    unprofiled_us: float
+    ratio: float
+
+
+def distortions(run: Run) -> list[Distortion]:
+    """Return the profiler's own effect for every trace and call of `run`; read it beside any number from a trace."""
+    timed = {(timing.arm, timing.call): summary(timing.wall_us).median for timing in run.timings}
+    found = []
+    for trace in run.traces:
+        for call in sorted(set(trace.calls)):
+            samples = [wall for wall, of in zip(trace.wall_us, trace.calls, strict=True) if of == call]
+            profiled, unprofiled = summary(samples).median, timed[trace.arm, call]
+            found.append(
+                Distortion(
+                    arm=trace.arm,
+                    call=call,
+                    activities=trace.activities,
+                    profiled_us=profiled,
+                    unprofiled_us=unprofiled,
+                    ratio=profiled / unprofiled,
+                )
+            )
+    return found
 
 
 @dataclass

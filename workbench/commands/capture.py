@@ -24,9 +24,13 @@ def register(app: typer.Typer) -> None:
 
     @app.command("capture")
     def capture(
-        workload: Annotated[str, Option(help="A preset's name, or a workload file.")],
+        workload: Annotated[
+            str, Option(help="A preset, a file, a folder of images, or {(height, width, frames): share}.")
+        ],
         out: Annotated[Path, Option(help="The run folder to make.")],
         model: Annotated[str, Option(help="Which encoder.")] = "ernie45_vl",
+        clamp: Annotated[bool, Option("--clamp", help="Clamp sizes as vLLM does, where the processor raises.")] = False,
+        skip_bad: Annotated[bool, Option("--skip-bad", help="Leave out items that cannot be encoded.")] = False,
         budgets: Annotated[str, Option(help="Token budgets like 128,256; empty: vLLM's own.")] = "",
         max_items: Annotated[int, Option(help="Images or videos per replay; 0: vLLM's own.")] = 0,
         max_frames: Annotated[int | None, Option(help="Video frames per replay; left out: vLLM's own.")] = None,
@@ -42,7 +46,8 @@ def register(app: typer.Typer) -> None:
         seed: Annotated[int, Option(help="Seed of dummy weights and inputs.")] = 0,
         repeats: Annotated[int, Option(help="Timed repeats per arm and distinct call.")] = 40,
         profiled_repeats: Annotated[int, Option(help="Traced repeats per arm and distinct call.")] = 2,
-        traced_calls: Annotated[int | None, Option(help="How many distinct calls to trace; left out: all.")] = None,
+        traced_calls: Annotated[int, Option(help="How many of the measured calls to trace.")] = 2,
+        max_calls: Annotated[int, Option(help="How many of the workload's distinct calls to measure.")] = 8,
         warmup: Annotated[int, Option(help="Repeats before timing.")] = 5,
         name: Annotated[str | None, Option(help="Name of the run; left out: the folder's.")] = None,
         overwrite: Annotated[bool, Option("--overwrite", help="Replace what the folder holds.")] = False,
@@ -60,12 +65,13 @@ def register(app: typer.Typer) -> None:
             print(nsys_line(sys.argv[1:], out, as_json))
             return
         from workbench.budgets import Configuration, parse_budgets
+        from workbench.models import model_facts
         from workbench.profiler import capture as run_capture
         from workbench.progress import progress_bar
-        from workbench.sources import load
+        from workbench.sources import Options, load_workload
 
         configuration = Configuration(parse_budgets(budgets), max_items, max_frames)
-        loaded = load(workload, model)
+        loaded = load_workload(workload, model_facts(model), Options(clamp=clamp, skip_bad=skip_bad))
         from workbench.encoder.session import SessionOptions
 
         options = SessionOptions(
@@ -90,6 +96,7 @@ def register(app: typer.Typer) -> None:
                 repeats=repeats,
                 profiled_repeats=profiled_repeats,
                 traced_calls=traced_calls,
+                max_calls=max_calls,
                 warmup=warmup,
                 progress=progress,
                 name=name,
