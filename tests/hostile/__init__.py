@@ -1,0 +1,1 @@
+"""Bundles that somebody made to do harm: a generator, and what each must meet."""
