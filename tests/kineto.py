@@ -185,7 +185,7 @@ def workload(calls: int, kernels: int = 100, nodes: int = 100) -> Kineto:
         begin = now + 1000
         trace.copy(begin, begin + 5000, 1100)
         trace.replay(begin + 9000, 20_000, [(begin + 12_000 + 3000 * i, 2501 + i % 7) for i in range(nodes)])
-        now = begin + 12_000 + 3000 * nodes
+        now = begin + max(12_000 + 3000 * nodes, 31_000)
         trace.sync(begin + 30_000, now - begin - 30_000)
         now += 1000
         trace.annotate(f"graph#{call}", begin, now)

@@ -203,6 +203,36 @@ def report(analyses: Sequence[Analysis], details: bool = False) -> dict[str, Any
     return result
 
 
+def explain(analysis: Analysis) -> list[str]:
+    """What the numbers mean, in sentences computed from them."""
+    total = analysis.total
+    wall = max(total.wall_us, 1e-3)
+    per = total.gpu_ops / max(total.launches, 1)
+    texts = [
+        f"Over {len(analysis.windows):,} windows the GPU was busy for {total.busy_us / wall:.1%} of "
+        f"{total.wall_us / 1000:,.3f} ms, in {total.gpu_ops:,} ops of {total.launches:,} launches ({per:.1f} each)."
+    ]
+    causes = {
+        "before its first work in a window": total.lead_us,
+        "for the host to launch the next op": total.launch_gap_us,
+        "between ops already launched": total.queue_gap_us,
+        "between the nodes of a graph": total.intra_graph_gap_us,
+        "after its last work": total.tail_us,
+    }
+    if total.idle_us > 0:
+        cause, longest = max(causes.items(), key=lambda item: item[1])
+        texts.append(
+            f"It was idle for {total.idle_us / 1000:,.3f} ms, most of it ({longest / total.idle_us:.1%}) {cause}."
+        )
+    if total.syncs:
+        blocked = sum(row.blocked_us for row in analysis.phases)
+        texts.append(f"The host waited for the GPU {total.syncs:,} times, for {blocked / 1000:,.3f} ms in all.")
+    if analysis.families:
+        first = analysis.families[0]
+        texts.append(f"The largest family of GPU work is {first.family}: {first.share:.1%} of the ops' time.")
+    return texts
+
+
 def _shown(exact: dict[str, int]) -> dict[str, float | int]:
     """Integers to what is shown: times as microseconds under `*_us`, counts as they are."""
     times = {f"{key}_us": exact[key] / 1000 for key in TIMES}

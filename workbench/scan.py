@@ -63,6 +63,7 @@ _OPEN_OBJECT, _CLOSE_OBJECT, _OPEN_ARRAY, _CLOSE_ARRAY = 123, 125, 91, 93
 _MINUS, _PLUS, _DOT, _ZERO, _NINE = 45, 43, 46, 48, 57
 _SMALL_E, _LARGE_E, _LARGE_X = 101, 69, 88
 _LAST_SAFE = (2**63 - 10) // 10  # times ten, plus a digit, still fits int64
+_HALF = 5 * 10**18
 _PRIME = np.uint64(0x100000001B3)  # FNV-1a, 64 bits
 _BASIS = np.uint64(0xCBF29CE484222325)
 
@@ -231,8 +232,8 @@ def _power(text, position):  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def _scaled(value, exponent):  # type: ignore[no-untyped-def]
     """`value` times 10**exponent, halves rounded up: (result, fits)."""
-    if value == 0 or exponent < -18:
-        return 0, True
+    if value == 0 or exponent < -18:  # 10**19 does not fit; half of it does
+        return (1 if exponent == -19 and value >= _HALF else 0), True
     while exponent > 0:
         if value > _LAST_SAFE:
             return 0, False

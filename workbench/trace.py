@@ -31,7 +31,7 @@ Ints = NDArray[np.int64]
 CHUNK = 4 * 2**20
 LARGEST_VALUE = 256 * 2**20  # one event or metadata value above this is not a trace
 _ROWS = 2**15  # events per call of the scanner
-_GZIP_MAGIC = b"\x1f\x8b"
+_GZIP_MAGIC = b"\x1f"  # and no JSON begins so; the second byte may be cut off
 _GZIP_WINDOW = 31  # zlib: gzip header, largest window
 _MAKE_ONE = "export one with torch.profiler's export_chrome_trace or `workbench capture`"
 
@@ -214,7 +214,7 @@ class _Pieces:
         self.path = path
         self.handle = handle
         self.cut = False
-        magic = handle.read(2)
+        magic = handle.read(1)
         handle.seek(0)
         self.compressed = magic == _GZIP_MAGIC
 
