@@ -148,7 +148,7 @@ def _read_table(path: Path, kind: str) -> "pd.DataFrame":
     readers: dict[str, Callable[[Path], Any]] = {
         "csv": lambda file: pd.read_csv(file, skipinitialspace=True),
         "json": lambda file: pd.DataFrame.from_records(_records(json.loads(file.read_text("utf-8")), file)),
-        "jsonl": lambda file: pd.read_json(file, lines=True, convert_dates=False),
+        "jsonl": lambda file: pd.read_json(file, lines=True),
         "parquet": pd.read_parquet,
     }
     try:

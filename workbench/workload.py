@@ -170,8 +170,8 @@ class Scheduler:
     first one token to each request that is decoding, then prompt tokens (the text, then the items, each as
     many tokens as it makes) of the waiting requests in order, in chunks where they do not fit, while at most
     `running` requests run. An item is encoded in the step that reaches its first token, as long as the step's
-    items stay within the encoder budget. A request decodes `output_tokens` steps after its prompt. Items of
-    one step and one modality are one call.
+    items stay within the encoder budget. A request's last prompt step makes its first output token, each
+    later step one. Items of one step and one modality are one call.
 
     What it leaves out: prefix and encoder caches (every item is new), preemption, a step's time depending on
     its content, and requests that overtake one whose item does not fit the encoder budget.
@@ -334,7 +334,7 @@ def _schedule(workload: Workload, policy: Scheduler) -> Ints:
             if not complete:
                 break
         if finished:
-            decoding.append((now + policy.output_tokens, finished))
+            decoding.append((now + policy.output_tokens - 1, finished))  # this step makes the first token
             decoders += finished
         now += 1
     return np.array(steps, np.int64)
