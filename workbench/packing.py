@@ -104,7 +104,8 @@ def sort_calls(tokens: Ints, offsets: Ints, sorted_tokens: Ints, items: Ints) ->
         for i in range(start, stop):
             sorted_tokens[i] = tokens[i]
             items[i] = i
-        _sort(sorted_tokens, items, start, stop, spare_keys, spare_items)
+        if stop - start > 1:
+            _sort(sorted_tokens, items, start, stop, spare_keys, spare_items)
 
 
 @_compiled
@@ -207,25 +208,32 @@ def _next_batch(tokens: Ints, start: int, stop: int, budgets: Ints, max_items: i
 def pack_queues(
     tokens: Ints,
     first: Ints,
+    ranks: int,
     budgets: Ints,
     max_items: int,
     batch_first: Ints,
-    batch_queue: Ints,
+    batch_call: Ints,
+    batch_rank: Ints,
     batch_budget: Ints,
     batch_tokens: Ints,
 ) -> int:
-    """Fill one row per batch, in order; return the number of batches. Arrays hold a row per item at most."""
+    """Fill one row per batch, in order; return the number of batches.
+
+    The arrays hold a row per item at least; `batch_first` has one more, and its last used entry is the end.
+    """
     batch = 0
     for queue in range(len(first) - 1):
         start, stop = first[queue], first[queue + 1]
         while start < stop:
             end, total, index = _next_batch(tokens, start, stop, budgets, max_items)
             batch_first[batch] = start
-            batch_queue[batch] = queue
+            batch_call[batch] = queue // ranks
+            batch_rank[batch] = queue % ranks
             batch_budget[batch] = index if index < len(budgets) else -1
             batch_tokens[batch] = total
             batch += 1
             start = end
+    batch_first[batch] = first[-1]
     return batch
 
 

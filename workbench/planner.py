@@ -263,7 +263,7 @@ def arrange(
     counts = _column(tokens, "tokens")
     if len(starts) < 2:
         raise WorkbenchError("the workload has no encoder call; give at least one")
-    if starts[0] != 0 or starts[-1] != len(counts) or (np.diff(starts) < 0).any():
+    if starts[0] != 0 or starts[-1] != len(counts) or (starts[1:] < starts[:-1]).any():
         raise WorkbenchError(f"the calls' offsets do not ascend from 0 to the number of items, {len(counts)}")
     _check_counts(counts, starts, "tokens")
     sequences = None if frames is None else _matching(frames, counts, starts, "frames")
@@ -287,24 +287,21 @@ def pack(arrangement: Arrangement, resolved: Resolved) -> Plan:
     from workbench import packing
 
     size = len(arrangement.tokens)
-    columns = [np.empty(size, np.int64) for _ in range(4)]
+    columns = (np.empty(size + 1, np.int64), *(np.empty(size, np.int64) for _ in range(4)))
     batches = packing.pack_queues(
         arrangement.tokens,
         arrangement.first,
+        arrangement.dp,
         np.array(resolved.budgets, np.int64),
         resolved.max_items,
         *columns,
     )
-    first, queue, budget_index, tokens = (column[:batches].copy() for column in columns)
-    return Plan(
-        arrangement=arrangement,
-        resolved=resolved,
-        first=np.append(first, size),
-        call=queue // arrangement.dp,
-        rank=queue % arrangement.dp,
-        budget_index=budget_index,
-        tokens=tokens,
+    first, call, rank, budget_index, tokens = (
+        # A copy gives the unused rows back.
+        column[:rows].copy() if 2 * rows < size else column[:rows]
+        for column, rows in zip(columns, (batches + 1, *(batches,) * 4), strict=True)
     )
+    return Plan(arrangement, resolved, first, call, rank, budget_index, tokens)
 
 
 def plan(
@@ -358,9 +355,8 @@ def _column(values: npt.ArrayLike, name: str) -> Ints:
 
 
 def _check_counts(counts: Ints, starts: Ints, name: str) -> None:
-    wrong = (counts <= 0) | (counts > MAX_TOKENS)
-    if wrong.any():
-        index = int(wrong.argmax())
+    if counts.size and not 0 < counts.min() <= counts.max() <= MAX_TOKENS:
+        index = int(((counts <= 0) | (counts > MAX_TOKENS)).argmax())
         call = int(np.searchsorted(starts, index, "right")) - 1
         raise WorkbenchError(
             f"item {index - starts[call]} of call {call} has {counts[index]} {name}; "
