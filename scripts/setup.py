@@ -164,8 +164,9 @@ def run_pip(command: list[str]) -> None:
     finally:
         if show:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-        if process.poll() is None and process.stdout.readable():
-            process.wait()
+        process.wait()
+    if process.returncode < 0:
+        raise SetupError(f"pip was ended by signal {-process.returncode}; run this again")
     if process.returncode:
         raise SetupError(pip_failure("\n".join(lines[-25:])))
 

@@ -197,6 +197,12 @@ def test_pips_failures_name_a_remedy(setup: ModuleType, printed: str, remedy: st
         setup.run_pip(command)
 
 
+def test_a_killed_pip_is_said_as_such(setup: ModuleType) -> None:
+    command = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+    with pytest.raises(setup.SetupError, match="ended by signal 9; run this again"):
+        setup.run_pip(command)
+
+
 def test_vllm_that_does_not_import_is_an_error_and_is_tried_again(setup: ModuleType, tmp_path: Path) -> None:
     venv = fake_venv(tmp_path, "import sys; sys.exit('undefined symbol') if 'vllm' in sys.argv[-1] else print(1)")
     setup.write_state(venv, {"installed": setup.install_key("cpu")})
