@@ -11,8 +11,8 @@ operators are on, and vLLM's IR operators have the platform's priorities.
 import contextlib
 import gc
 import importlib
+import logging
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ def require_vllm() -> str:
     prepare()
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    _hide_broken("torchaudio", "torchcodec")
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     try:
         version = str(importlib.import_module("vllm.version").__version__)
     except ImportError as error:
@@ -62,22 +62,6 @@ def require_vllm() -> str:
             "(extra `gpu` or `cpu`)"
         )
     return version
-
-
-def _hide_broken(*names: str) -> None:
-    """Make optional packages that were built for another torch look absent.
-
-    vLLM and transformers do without them, but only expect an ImportError; these raise OSError.
-    """
-    for name in names:
-        if name in sys.modules:
-            continue
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            continue
-        except (OSError, RuntimeError):
-            sys.modules[name] = None  # type: ignore[assignment]  # Python's own way to block an import
 
 
 def choose_device(asked: str | None) -> torch.device:
@@ -197,7 +181,7 @@ class ServerLimits:
             )
 
 
-def compilation_config(configuration: Configuration) -> Any:
+def _compilation_config(configuration: Configuration) -> Any:
     """Return vLLM's CompilationConfig for `configuration`, encoder graphs on, no compilation."""
     from vllm.config import CompilationConfig
 
@@ -207,14 +191,14 @@ def compilation_config(configuration: Configuration) -> Any:
 def manager_config(vllm_config: Any, configuration: Configuration) -> Any:
     """Return the object an encoder graph manager reads: its own compilation config, the rest of `vllm_config`."""
     return SimpleNamespace(
-        compilation_config=compilation_config(configuration),
+        compilation_config=_compilation_config(configuration),
         model_config=vllm_config.model_config,
         parallel_config=vllm_config.parallel_config,
         scheduler_config=vllm_config.scheduler_config,
     )
 
 
-def _vllm_config(configuration: Configuration, limits: ServerLimits, device: torch.device) -> Any:
+def _vllm_config(limits: ServerLimits, device: torch.device) -> Any:
     from vllm.config import DeviceConfig, SchedulerConfig, VllmConfig
 
     scheduler = SchedulerConfig(
@@ -226,7 +210,7 @@ def _vllm_config(configuration: Configuration, limits: ServerLimits, device: tor
         enable_chunked_prefill=True,
     )
     return VllmConfig(
-        compilation_config=compilation_config(configuration),
+        compilation_config=_compilation_config(Configuration()),
         device_config=DeviceConfig(device=device.type),
         scheduler_config=scheduler,
     )
@@ -247,9 +231,7 @@ def _model_config(limits: ServerLimits, dtype: torch.dtype, backend: Any) -> Any
 
 
 @contextlib.contextmanager
-def surroundings(
-    configuration: Configuration, limits: ServerLimits, device: torch.device, dtype: torch.dtype, backend: Any
-) -> Iterator[Any]:
+def surroundings(limits: ServerLimits, device: torch.device, dtype: torch.dtype, backend: Any) -> Iterator[Any]:
     """Enter vLLM's process-wide state for encoders on `device`; yield the VllmConfig.
 
     While it lasts: the current VllmConfig, parallel groups of size one, IR operator priorities and, on CUDA, a
@@ -258,7 +240,7 @@ def surroundings(
     """
     from vllm.config import set_current_vllm_config
 
-    vllm_config = _vllm_config(configuration, limits, device)
+    vllm_config = _vllm_config(limits, device)
     with contextlib.ExitStack() as stack:
         stack.callback(release_memory, device)
         stack.enter_context(set_current_vllm_config(vllm_config))

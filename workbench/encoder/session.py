@@ -1,6 +1,6 @@
 """An encoder session: vLLM's real encoder and its real graph manager, without the language model.
 
-    from workbench.budgets import Configuration
+    from workbench.budgets import DEFAULT_VIDEO_LIMIT, Configuration, Limits, Resolved, resolve
     from workbench.encoder.session import SessionOptions, open_session
 
     with open_session(SessionOptions(depth=2, width=160), Configuration((128, 256), 4)) as session:
@@ -28,11 +28,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workbench.budgets import Configuration
+from workbench.budgets import DEFAULT_VIDEO_LIMIT, Configuration, Limits, Resolved, resolve
 from workbench.encoder import engine
 from workbench.errors import WorkbenchError
 from workbench.models import Modality, ModelFacts
 from workbench.run import Arm, Batch, CaptureCost, ConfigRecord, ModelRecord, Replay
+from workbench.shapes import captured_shapes
 
 if TYPE_CHECKING:
     from workbench.encoder.instruments import Span
@@ -40,9 +41,9 @@ if TYPE_CHECKING:
 
 Grid = tuple[int, int, int]
 
-# Bytes per patch row and feature that capturing takes, in units of the dtype: 562 MiB were seen for the 8,192 rows of
-# Ernie-4.5-VL's budget 2048 on an H200, which is 28 values of bf16 per row and feature.
-_CAPTURE_VALUES = 30
+# Values per patch row and feature that capturing a graph holds at once. Seen on an H200: 562 MiB for the 8,192 rows of
+# Ernie-4.5-VL's budget 2048, which is 28 values of bf16; a static replay keeps no activations between its layers.
+_CAPTURE_VALUES: dict[Replay, int] = {"cuda_graph": 30, "static_replay": 12}
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class SessionOptions:
         checkpoint: folder with safetensors files of the whole model; only the encoder's tensors are read.
         device: "cuda", "cuda:1" or "cpu"; None is CUDA if there is a device, else the CPU.
         max_model_len: the server's, in tokens; inferred budgets end at the smaller of this and the next.
-        max_num_batched_tokens: the server's, in tokens. The default is what `vllm serve` takes on a GPU of 70 GiB or more.
+        max_num_batched_tokens: the server's, in tokens; the default is that of `vllm serve` on a GPU of 70 to 160 GiB.
         video_limit: videos per prompt. 0, the default, is the image workload of the Ernie pull request; None is vLLM's
             own default of 999, under which GLM-4.1V captures 600 frames per item (defect D2).
         attention_backend: vLLM's name, such as FLASH_ATTN or TORCH_SDPA; None is vLLM's choice for the device.
@@ -146,8 +147,9 @@ class EncoderSession:
         Raises:
             WorkbenchError: vLLM refuses the configuration.
         """
+        manager = self._new_manager(configuration)
         self._release_graphs()
-        self.manager = self._new_manager(configuration)
+        self.manager = manager
         self.configuration = configuration
 
     @contextlib.contextmanager
@@ -185,6 +187,7 @@ class EncoderSession:
         from workbench.encoder.static_replay import StaticReplayManager
 
         kind = EncoderCudaGraphManager if self.device.type == "cuda" else StaticReplayManager
+        _refuse_what_vllm_refuses(configuration, self.options, self.facts)
         config = engine.manager_config(self.vllm_config, configuration)
         try:
             with torch.inference_mode():
@@ -311,6 +314,8 @@ class EncoderSession:
         """
         from workbench.encoder.instruments import measured_captures
 
+        needed, most_patches = self._capture_bytes()
+        engine.require_memory(self.device, needed, f"capturing {most_patches:,} patches")
         with measured_captures(self.manager, self.device, on_budget) as costs:
             pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else object()
             try:
@@ -323,6 +328,15 @@ class EncoderSession:
                     "budget, the items or the frames"
                 ) from error
         return costs
+
+    def _capture_bytes(self) -> tuple[int, int]:
+        """Estimate what capturing takes: bytes, and the patches of the largest graph."""
+        manager = self.manager
+        resolved = Resolved(tuple(manager.token_budgets), manager.max_batch_size, manager.max_frames_per_batch)
+        captures = captured_shapes(self.facts, resolved, self.options.dtype)
+        most_patches = max(capture.patches for capture in captures)
+        values = _CAPTURE_VALUES[self.replay] * most_patches * self.facts.width
+        return sum(capture.bytes for capture in captures) + values * self.dtype.itemsize, most_patches
 
     def _release_graphs(self) -> None:
         if self.manager is not None:
@@ -379,10 +393,12 @@ def open_session(options: SessionOptions, configuration: Configuration) -> Itera
     device = engine.choose_device(options.device)
     backend = engine.attention_backend(options.attention_backend)
     limits = engine.ServerLimits(options.max_model_len, options.max_num_batched_tokens, options.video_limit)
-    engine.require_memory(device, _needed_bytes(facts, builder, dtype, configuration), f"{facts.title} of this size")
+    _refuse_what_vllm_refuses(configuration, options, facts)
+    size = f"{facts.title} of depth {facts.depth} and width {facts.width}"
+    engine.require_memory(device, builder.parameters(facts) * dtype.itemsize, size)
 
     with contextlib.ExitStack() as stack:
-        vllm_config = stack.enter_context(engine.surroundings(configuration, limits, device, dtype, backend))
+        vllm_config = stack.enter_context(engine.surroundings(limits, device, dtype, backend))
         with engine.building(device, dtype):
             model = builder.build(facts)
         if options.checkpoint is None:
@@ -411,11 +427,16 @@ def open_session(options: SessionOptions, configuration: Configuration) -> Itera
         yield session
 
 
-def _needed_bytes(facts: ModelFacts, builder: Any, dtype: torch.dtype, configuration: Configuration) -> int:
-    """Estimate what weights and the largest given budget take, in bytes; inferred budgets are not counted."""
-    rows = max(configuration.budgets, default=0) * facts.merge**2
-    values = builder.parameters(facts) + _CAPTURE_VALUES * rows * facts.width
-    return int(values * dtype.itemsize)
+def _refuse_what_vllm_refuses(configuration: Configuration, options: SessionOptions, facts: ModelFacts) -> None:
+    """Raise the error of `budgets.resolve`, in its words, before anything is built."""
+    limits = Limits(
+        max_model_len=options.max_model_len,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        min_budget=facts.min_budget,
+        video_limit=DEFAULT_VIDEO_LIMIT if options.video_limit is None else options.video_limit,
+        max_frames_per_video=facts.max_frames_per_video,
+    )
+    resolve(configuration, limits)
 
 
 def _backend_name(model: Any, part: str) -> str:
