@@ -12,12 +12,12 @@ def silent(_what: str, _done: float) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Yield a `Progress` that draws one bar on stderr; where that is no terminal, only its last state is printed."""
+    """Yield a `Progress` that draws one bar on stderr while the block lasts; nothing where that is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
     columns = (BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn())
-    with Bar(*columns, TextColumn("{task.description}"), console=Console(stderr=True)) as bar:
+    with Bar(*columns, TextColumn("{task.description}"), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=1.0)
         yield lambda what, done: bar.update(task, description=what, completed=done)

@@ -23,6 +23,11 @@ RUN_FILE = "run.json"
 # graph: EncoderCudaGraphManager.execute.
 Arm = Literal["eager_served", "eager_fallback", "graph"]
 ARMS: tuple[Arm, ...] = ("eager_served", "eager_fallback", "graph")
+ARM_TITLES: dict[Arm, str] = {
+    "eager_served": "eager as served",
+    "eager_fallback": "eager fallback",
+    "graph": "graph",
+}
 Replay = Literal["cuda_graph", "static_replay"]
 UNNAMED_PHASE = "between phases"
 RECORDINGS = Path(__file__).parent / "recordings"
@@ -226,9 +231,7 @@ def read_run(folder: Path) -> Run:
     """
     path = folder / RUN_FILE
     if not path.is_file():
-        raise WorkbenchError(
-            f"{folder} is not a run folder: it has no {RUN_FILE}; make one with `workbench capture`"
-        )
+        raise WorkbenchError(f"{folder} is not a run folder: it has no {RUN_FILE}; make one with `workbench capture`")
     version = read_json(path, dict).get("schema_version")
     if version != SCHEMA_VERSION:
         raise WorkbenchError(
@@ -250,9 +253,7 @@ def recording_folder(name: str) -> Path:
         WorkbenchError: no such recording.
     """
     if name not in recording_names():
-        raise WorkbenchError(
-            f"no recording is called {name!r}; there are {', '.join(recording_names()) or 'none'}"
-        )
+        raise WorkbenchError(f"no recording is called {name!r}; there are {', '.join(recording_names()) or 'none'}")
     return RECORDINGS / name
 
 

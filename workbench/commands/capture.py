@@ -11,11 +11,12 @@ import msgspec
 import typer
 
 from workbench.errors import WorkbenchError
+from workbench.run import ARM_TITLES
 
 if TYPE_CHECKING:
     from workbench.run import Run
 
-REPLAYS = {"cuda_graph": "CUDA graphs", "static_replay": "static replay on the CPU, no launch timing"}
+REPLAYS = {"cuda_graph": "CUDA graphs", "static_replay": "static replay on the CPU, no launch times"}
 Option = typer.Option
 
 
@@ -134,28 +135,47 @@ def nsys_line(arguments: Sequence[str], out: Path, as_json: bool = False) -> str
 
 
 def show(run: "Run", out: Path) -> None:
-    """Print what was measured: statistics of every arm and call, speed-ups with their baseline, failures."""
+    """Print what was measured: every arm and call, the baselines over graph, equality, failures, notes."""
     from rich.console import Console
     from rich.table import Table
 
     from workbench.stats import ratio, summary
 
     console = Console()
-    table = Table(title=f"{run.name}: {run.model.key}, {REPLAYS[run.replay]}", title_justify="left")
-    for column in ("call", "arm", "n", "mean ms", "median ms", "std ms", "P99 ms", "graph is"):
-        table.add_column(column, justify="left" if column in ("call", "arm") else "right")
+    table = Table(
+        title=f"{run.name}: {run.model.key}, {REPLAYS[run.replay]}; ms, ratio of medians", title_justify="left"
+    )
+    for column in ("call", "arm"):
+        table.add_column(column, no_wrap=True)
+    for column in ("n", "mean", "median", "std", "P99", "to graph"):
+        table.add_column(column, justify="right")
     graphs = {timing.call: timing for timing in run.timings if timing.arm == "graph"}
     for timing in run.timings:
         found = summary(timing.wall_us)
-        graph = graphs.get(timing.call)
-        faster = ""
-        if graph is not None and timing.arm != "graph":
-            faster = f"{ratio(timing.wall_us, graph.wall_us, 'median').value:.2f}x of it"
-        figures = (found.mean, found.median, found.std, found.p99)
-        table.add_row(str(timing.call), timing.arm, str(found.n), *(f"{us / 1e3:.3f}" for us in figures), faster)
+        speedup = ""
+        if timing.arm != "graph" and timing.call in graphs:
+            speedup = f"{ratio(timing.wall_us, graphs[timing.call].wall_us, 'median').value:.2f}x"
+        times = (f"{us / 1e3:.2f}" for us in (found.mean, found.median, found.std, found.p99))
+        table.add_row(str(timing.call), ARM_TITLES[timing.arm], str(found.n), *times, speedup)
     console.print(table)
-    for failure in run.failures:
-        console.print(
-            f"{failure.arm} failed on call {failure.call} ({failure.cause or 'cause unknown'}): {failure.message}"
-        )
-    console.print(f"graph hits {run.graph_hits}, misses {run.graph_misses}; written to {out}")
+    for line in remarks(run):
+        console.print(line, markup=False)
+    console.print(f"written to {out}", markup=False)
+
+
+def remarks(run: "Run") -> list[str]:
+    """Return what a table of times does not say, one sentence each."""
+    lines = [f"{run.graph_hits} items in replays, {run.graph_misses} in eager fallbacks"]
+    equal = [found for found in run.equality if found.bit_equal]
+    lines.append(f"graph's outputs are bit-equal to a baseline's in {len(equal)} of {len(run.equality)} comparisons")
+    differing = [found.relative_rms for found in run.equality if found.relative_rms is not None]
+    if len(equal) < len(run.equality) and differing:
+        lines[-1] += f", the largest relative RMS is {max(differing):.2g}"
+    if not all(found.finite for found in run.equality):
+        lines.append("some outputs are NaN or infinite")
+    lines += [
+        f"{ARM_TITLES[failure.arm]} failed on call {failure.call} "
+        f"({failure.cause or 'no known cause'}): {failure.error}: {failure.message}"
+        for failure in run.failures
+    ]
+    return lines + run.notes

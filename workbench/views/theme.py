@@ -21,6 +21,7 @@ import plotly.graph_objects as go
 import plotly.io as pio
 from plotly.offline import get_plotlyjs_version
 
+from workbench.run import ARM_TITLES as ARM_TITLES
 from workbench.run import Arm
 
 TEMPLATE = "workbench"
@@ -39,11 +40,6 @@ BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK = (
 )
 COLORWAY = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK)
 ARM_COLORS: dict[Arm, str] = {"eager_served": BLUE, "eager_fallback": VERMILION, "graph": GREEN}
-ARM_TITLES: dict[Arm, str] = {
-    "eager_served": "eager as served",
-    "eager_fallback": "eager fallback",
-    "graph": "graph",
-}
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 CONFIG = {"displaylogo": False, "responsive": True}
