@@ -263,6 +263,9 @@ class HitRow(msgspec.Struct, frozen=True, kw_only=True):
     host_us: float
 
 
+_ROUTES = ("graph", "fallback", "eager")  # the table's order
+
+
 def hit_table(ledger: Ledger) -> list[HitRow]:
     """Count replays per budget, fallbacks and eager calls: the proof that graphs were hit, and how full."""
     rows: dict[tuple[Literal["graph", "fallback", "eager"], int | None], list[tuple[int, int, float]]]
@@ -275,7 +278,7 @@ def hit_table(ledger: Ledger) -> list[HitRow]:
                 route: Literal["graph", "fallback"] = "fallback" if batch.budget is None else "graph"
                 rows[route, batch.budget].append((len(batch.items), batch.tokens, batch.host_us))
     table = []
-    for (kind, budget), seen in sorted(rows.items(), key=lambda row: (row[0][0] != "graph", row[0][1] or 0)):
+    for (kind, budget), seen in sorted(rows.items(), key=lambda row: (_ROUTES.index(row[0][0]), row[0][1] or 0)):
         tokens = sum(entry[1] for entry in seen)
         table.append(
             HitRow(
