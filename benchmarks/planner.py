@@ -147,11 +147,11 @@ def measure() -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measure, print a table, and write the JSON when asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
-    out = parser.parse_args().out
+    out = parser.parse_args(arguments).out
     result = measure()
     names = ("ledger", "arrange", "pack", "totals", "vllm")
     print("million items per second; " + TIMER)

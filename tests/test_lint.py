@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.runs import make_run
 from workbench.budgets import Configuration, Limits, resolve
 from workbench.cli import app
+from workbench.costs import CostModel, CostProfile, EagerPoint, HostCosts, MemoryPoint, ReplayPoint, TailPoint
 from workbench.errors import WorkbenchError
+from workbench.files import write_json
 from workbench.lint import RULES, Finding, Ints, lint
 from workbench.models import ModelFacts, model_facts
 from workbench.shapes import captured_shapes
@@ -238,6 +241,49 @@ def test_bytes_of_buffers() -> None:
     assert capture.bytes == sum(sizes.values())
 
 
+def cost_profile() -> CostProfile:
+    """A profile with nothing but captures: 100 MiB for the first of 1024, 2 MiB for one of 64 beside it."""
+    run = make_run()
+    points = [MemoryPoint(budget=b, first=first, seconds=s, bytes=m * 2**20) for b, first, s, m in CAPTURED]
+    host = HostCosts(call_us=0, batch_us=0, item_us=0, residual_low=0, residual_high=0, residual_median=0)
+    return CostProfile(
+        schema_version=1,
+        workbench="test",
+        created=run.created,
+        replay_kind="cuda_graph",
+        environment=run.environment,
+        model=run.model,
+        replays=[
+            ReplayPoint(budget=64, sequences=[256], gpu_us=[1.0]),
+            ReplayPoint(budget=1024, sequences=[], gpu_us=[2.0]),
+        ],
+        tails=[TailPoint(tokens=64, wall_us=[1.0])],
+        eager=[EagerPoint(arm="eager_served", tokens=64, wall_us=[1.0])],
+        calls=[],
+        captures=points,
+        host=host,
+        seed=0,
+    )
+
+
+CAPTURED = ((64, True, 0.2, 10), (1024, True, 0.2, 100), (64, False, 0.1, 2), (1024, False, 0.1, 6))
+
+
+def test_memory_of_a_profile() -> None:
+    known = lint(ERNIE, budgets(64, 1024)).record(CostModel(cost_profile()))["memory"]
+    assert known["capture_bytes"] == 102 * 2**20
+    assert known["capture_seconds"] == pytest.approx(0.2)
+    assert "NVIDIA H200" in known["capture_basis"]
+
+
+def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    write_json(path, cost_profile())
+    options = ("--budgets", "64,1024", "--max-items", "4", "--profile", str(path), "--json")
+    assert json.loads(run("--model", "ernie45_vl", *options).stdout)["memory"]["capture_bytes"] == 102 * 2**20
+    assert isinstance(run("--model", "glm4_1v", *options).exception, WorkbenchError)
+
+
 # The command ----------------------------------------------------------------------------------------------------
 
 
@@ -253,8 +299,10 @@ def test_command_finds_errors() -> None:
     finding = next(finding for finding in record["findings"] if finding["rule"] == "undersized-buffer")
     assert (finding["severity"], finding["budget"]) == ("error", 100)
     assert finding["evidence"] == {"capacity": 96, "items": 8}
+    assert {rule["rule"] for rule in record["rules"]} == {rule.id for rule in RULES}
     assert record["captures"][0]["buffers"]["pixel_values"]["shape"] == [384, 1176]
-    assert record["memory"]["activation_pool_bytes"] is None
+    assert record["memory"]["capture_bytes"] is None
+    assert "calibrate" in record["memory"]["capture_basis"]
 
 
 def test_command_passes_warnings() -> None:

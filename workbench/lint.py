@@ -10,7 +10,7 @@ D1 to D7 are the defects of vLLM 0.33.0 that `docs/defects.md` describes.
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from workbench.errors import WorkbenchError
 from workbench.models import ModelFacts
 from workbench.planner import Plan, arrange, pack
 from workbench.shapes import Capture, captured_shapes
+
+if TYPE_CHECKING:
+    from workbench.costs import CostModel
 
 Severity = Literal["error", "warning", "info"]
 Ints = npt.NDArray[np.int64]
@@ -503,8 +506,8 @@ class Report:
         """Whether a finding is an error."""
         return any(finding.severity == "error" for finding in self.findings)
 
-    def record(self) -> dict[str, Any]:
-        """Return the report as plain data, the JSON of `workbench lint`."""
+    def record(self, costs: "CostModel | None" = None) -> dict[str, Any]:
+        """Return the report as plain data, the JSON of `workbench lint`; `costs` as in `memory`."""
         resolved = self.resolved
         return {
             "model": self.facts.key,
@@ -512,21 +515,35 @@ class Report:
             "max_items": resolved.max_items if resolved else None,
             "max_frames": resolved.max_frames if resolved else None,
             "findings": [asdict(finding) for finding in self.findings],
+            "rules": [{"rule": rule.id, "severity": rule.severity, "summary": rule.summary} for rule in RULES],
             "captures": [_capture_record(capture) for capture in self.captures],
-            "memory": memory(self.captures),
+            "memory": memory(self.captures, costs),
         }
 
 
-def memory(captures: tuple[Capture, ...]) -> dict[str, Any]:
-    """Return the memory that shapes alone can state, and why the rest is left out."""
-    return {
+def memory(captures: tuple[Capture, ...], costs: "CostModel | None" = None) -> dict[str, Any]:
+    """Return the memory of all graphs: buffers from their shapes, activations only from measurements.
+
+    Args:
+        captures: the captured shapes.
+        costs: a measured profile of the model; None: the activations are left out, with the reason.
+    """
+    known: dict[str, Any] = {
         "graphs": len(captures),
         "buffer_bytes": sum(capture.bytes for capture in captures),
         "buffer_basis": "sum of the captured input and output tensors, from their shapes; the allocator rounds up",
-        "activation_pool_bytes": None,
-        "activation_pool_reason": "activations share one pool whose size depends on kernels and allocator; "
-        "`workbench calibrate` measures it on your GPU",
+        "capture_bytes": None,
+        "capture_seconds": None,
+        "capture_basis": "not estimated: activations share one pool whose size depends on kernels and allocator; give "
+        "a cost profile, which `workbench calibrate` measures on a GPU",
     }
+    if costs is not None and captures:
+        # Captures cost by the rows they compute, which for a missized buffer is not the budget.
+        rows = [capture.capacity for capture in captures]
+        known["capture_bytes"] = costs.capture_bytes(rows)
+        known["capture_seconds"] = costs.capture_seconds(rows)
+        known["capture_basis"] = f"interpolated between captures measured for {costs.profile.title}, buffers included"
+    return known
 
 
 def _capture_record(capture: Capture) -> dict[str, Any]:

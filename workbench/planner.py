@@ -132,7 +132,7 @@ class Plan:
 
     def reason(self, batch: int) -> str | None:
         """Return why a batch runs eagerly; None for a replay."""
-        if not self.fallback[batch]:
+        if self.budget_index[batch] != FALLBACK:
             return None
         return f"{self.tokens[batch]} tokens exceed the largest budget, {self.resolved.budgets[-1]}"
 

@@ -96,6 +96,9 @@ def lint(
     workload: Annotated[
         str | None, typer.Option(help="A preset's name or a workload file, for rules on what comes.")
     ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="A cost profile of the model, to estimate the captures' memory and seconds.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check the shapes vLLM would capture; exit code 1 when a finding is an error."""
@@ -117,11 +120,17 @@ def lint(
 
         traffic = load_workload(workload, facts)
     report = check(facts, _configuration(budgets, max_items, max_frames, compilation_config), limits, traffic)
+    costs = None
+    if profile is not None:
+        from workbench.costs import CostModel, read_profile
+
+        costs = CostModel(read_profile(profile, model))
+    record = report.record(costs)
     if as_json:
         warnings = list(report.resolved.warnings) if report.resolved else []
-        _print_json(report.record() | {"warnings": warnings})
+        _print_json(record | {"warnings": warnings})
     else:
-        _show_findings(report)
+        _show_findings(report, record["memory"])
     if report.failed:
         raise typer.Exit(1)
 
@@ -175,7 +184,7 @@ def _show_plan(record: dict[str, Any]) -> None:
         console.print(f"[red]{totals['over_frames']:,} replays hold more frames than the captured buffer[/]")
 
 
-def _show_findings(report: "Report") -> None:
+def _show_findings(report: "Report", memory: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -194,6 +203,12 @@ def _show_findings(report: "Report") -> None:
         )
     if report.captures:
         console.print(table)
+        console.print(f"{memory['graphs']} graphs, {memory['buffer_bytes'] / 2**20:,.1f} MiB of buffers")
+        if memory["capture_bytes"] is not None:
+            console.print(
+                f"captures: {memory['capture_bytes'] / 2**20:,.0f} MiB in all, {memory['capture_seconds']:.1f} s; "
+                f"{memory['capture_basis']}"
+            )
     colours = {"error": "red", "warning": "yellow", "info": "cyan"}
     for finding in report.findings:
         console.print(
