@@ -1,5 +1,6 @@
 """The capture on vLLM's real classes (CPU: static replay at depth 2), and the command line around it."""
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -8,15 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from tests.test_profiler import annotations, operators, workload
 from workbench.budgets import Configuration
+from workbench.cli import main
+from workbench.commands.capture import nsys_line, show
 from workbench.errors import WorkbenchError
 from workbench.grids import to_grids
 from workbench.models import model_facts
-from workbench.run import ARMS, UNNAMED_PHASE, Run, read_run
+from workbench.run import ARMS, UNNAMED_PHASE, Run, load_recording, read_run, recording_names
 from workbench.workload import Workload
 
 pytestmark = pytest.mark.engine
@@ -350,3 +354,98 @@ def test_on_cuda_both_sets_of_activities_are_traced(tmp_path: Path) -> None:
     for trace in run.traces:
         assert annotations(out / trace.file).count("call#0") == 2
         assert (operators(out / trace.file) > 0) == ("cpu" in trace.activities)
+
+
+def cli(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """Run `workbench capture` in this process; return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["workbench", "capture", *map(str, arguments)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    code = left.value.code
+    assert isinstance(code, int)
+    return code
+
+
+SMALL_RUN = ("--device", "cpu", "--depth", 1, "--width", 80, "--repeats", 2, "--warmup", 0, "--profiled-repeats", 1)
+
+
+def test_the_command_prints_one_json_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    workload = ("--workload", "{(112, 112, 1): 0.6, (112, 224, 1): 0.4}", "--max-calls", 1, "--name", "mine")
+    code = cli(monkeypatch, *SMALL_RUN, *workload, "--budgets", "64,32", "--max-items", 4, "--out", out, "--json")
+    assert code == 0
+    printed = msgspec.json.decode(capfd.readouterr().out, type=Run)
+    assert printed == read_run(out)
+    assert printed.name == "mine"
+    assert any("not in ascending order" in note for note in printed.notes)
+    assert any("the first 1 of 2 distinct calls" in note for note in printed.notes)
+
+
+def test_the_command_prints_a_table_and_what_failed(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show(run, tmp_path)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "static replay" in printed
+    assert "3 items in replays, 0 in eager fallbacks" in printed
+    assert "graph failed on call 2 (D1): RuntimeError" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--budgets", "128,many"), "budget 'many' is not a whole number"),
+        (("--budgets", "0,128", "--max-items", 4), "budget 0 is not positive"),
+        (("--budgets=-8", "--max-items", 4), "budget -8 is not positive"),
+        (("--budgets", "128", "--max-items", 200), "above the smallest budget 128"),
+        (("--model", "nope"), "unknown model 'nope'"),
+        (("--workload", "nope"), "there is no workload 'nope'"),
+        (("--workload", "{(20, 6000, 1): 1.0}"), "the Hugging Face processor of ERNIE-4.5-VL refuses"),
+        (("--workload", "{(224, 224, 8): 1.0}"), "video"),
+        (("--repeats", 0), "time at least one"),
+        (("--nsys",), "nsys is not on the PATH"),
+    ],
+)
+def test_bad_arguments_are_one_sentence_with_exit_code_2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: tuple[object, ...],
+    message: str,
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no nsys there
+    code = cli(monkeypatch, "--workload", "pull-request", *SMALL_RUN, "--out", tmp_path / "run", *arguments)
+    printed, said = capfd.readouterr()
+    assert code == 2
+    assert printed == ""
+    assert message in said
+    assert said.startswith("workbench: ")
+    assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_nsys_line_runs_the_same_capture_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nsys").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    arguments = ["capture", "--workload", "{(224, 224, 1): 1.0}"]
+    line = shlex.split(nsys_line([*arguments, "--nsys"], Path("runs/a")))
+    assert line[:2] == ["nsys", "profile"]
+    assert "--cuda-graph-trace=node" in line
+    assert "--capture-range=cudaProfilerApi" in line
+    assert line[line.index("workbench") :] == [
+        "workbench",
+        "capture",
+        "--workload",
+        "{(224, 224, 1): 1.0}",
+        "--watched",
+    ]
+
+
+def test_recordings_are_found_by_name(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.run.RECORDINGS", folder.parent)
+    assert recording_names() == ["small"]
+    assert load_recording("small") == run
+    with pytest.raises(WorkbenchError, match="no recording is called 'nope'; there are small"):
+        load_recording("nope")
