@@ -289,6 +289,8 @@ def test_command_shares_ranks(tmp_path: Path) -> None:
     assert [batch["rank"] for batch in record["calls"][0]["batches"]] == [0, 1, 1]
     record = json.loads(run(tmp_path, "[[1000, 100, 200, 50]]", *options, "--input-sizes", str(patches)).stdout)
     assert [batch["items"] for batch in record["calls"][0]["batches"]] == [[1], [3, 2], [0]]
+    alone = json.loads(run(tmp_path, "[[64]]", "--budgets", "64", "--max-items", "1", "--dp", "1").stdout)
+    assert alone["calls"][0]["batches"][0]["rank"] == 0
 
 
 def test_command_takes_a_compilation_config(tmp_path: Path) -> None:

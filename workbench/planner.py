@@ -136,9 +136,13 @@ class Plan:
             return None
         return f"{self.tokens[batch]} tokens exceed the largest budget, {self.resolved.budgets[-1]}"
 
-    def record(self) -> dict[str, Any]:
-        """Return the plan as plain data, the JSON of `workbench plan`."""
-        ranked = self.arrangement.dp > 1
+    def record(self, *, ranked: bool | None = None) -> dict[str, Any]:
+        """Return the plan as plain data, the JSON of `workbench plan`.
+
+        Args:
+            ranked: name each batch's rank; None: when there are several.
+        """
+        ranked = self.arrangement.dp > 1 if ranked is None else ranked
         calls: list[dict[str, Any]] = [{"batches": []} for _ in range(self.arrangement.calls)]
         in_call = self.arrangement.item - np.repeat(self.arrangement.offsets[:-1], np.diff(self.arrangement.offsets))
         columns = (

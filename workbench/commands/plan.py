@@ -46,7 +46,9 @@ def plan(
     frames: Annotated[
         Path | None, typer.Option(help="JSON like --calls: attention sequences (grid t) of each item.")
     ] = None,
-    dp: Annotated[int, typer.Option(help="Data-parallel ranks that share a call.")] = 1,
+    dp: Annotated[
+        int | None, typer.Option(help="Data-parallel ranks that share a call; names each batch's rank.")
+    ] = None,
     input_sizes: Annotated[Path | None, typer.Option(help="JSON like --calls: patches of each item, for --dp.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -73,10 +75,10 @@ def plan(
         offsets,
         resolved,
         frames=None if frames is None else read_like(frames, offsets),
-        dp=dp,
+        dp=1 if dp is None else dp,
         input_sizes=None if input_sizes is None else read_like(input_sizes, offsets),
     )
-    record = made.record() | {"warnings": list(resolved.warnings)}
+    record = made.record(ranked=dp is not None) | {"warnings": list(resolved.warnings)}
     if as_json:
         _print_json(record)
     else:
