@@ -120,6 +120,7 @@ PLANTED = (
     Case("item-above-largest-budget", GLM, budgets(128), IMAGES_ONLY, images([129]), severity="warning", budget=128),
     Case("item-above-largest-budget", ERNIE, budgets(6176), severity="warning", budget=6176),
     Case("item-above-largest-budget", GLM, budgets(7499), IMAGES_ONLY, severity="info", budget=7499),
+    Case("item-above-largest-budget", GLM, budgets(7500), severity="info", budget=7500),  # videos have up to 30,000
     Case(
         "unreachable-budget", ERNIE, budgets(64, 128, 256), traffic=images([64], [200]), severity="warning", budget=128
     ),
@@ -155,6 +156,7 @@ CLEAN = (
     Case("frames-above-capacity", ERNIE, budgets(64, frames=1)),
     Case("item-above-largest-budget", ERNIE, budgets(128), traffic=images([64], [128])),
     Case("item-above-largest-budget", ERNIE, budgets(6177)),
+    Case("item-above-largest-budget", GLM, budgets(7500), IMAGES_ONLY),
     Case("item-above-largest-budget", ERNIE, budgets(4096), Limits.of(ERNIE, max_model_len=4096)),
     Case("unreachable-budget", ERNIE, budgets(64, 128, 256), traffic=images([64], [100], [200])),
     Case("unreachable-budget", ERNIE, budgets(6177, 8192, items=2)),

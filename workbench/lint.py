@@ -104,7 +104,7 @@ class Subject:
 
     @cached_property
     def largest_item(self) -> int:
-        """Most output tokens that an item can have.
+        """Most output tokens that an item of a modality with graphs can have.
 
         An image of another shape can have more than the square one that vLLM profiles (6,177 tokens, not 6,084, for
         Ernie-4.5-VL), so this is the pixel limit itself.
@@ -114,7 +114,7 @@ class Subject:
         largest = max(
             limits.max_pixels // (token_pixels * (facts.temporal_patch if limits.counts_frames else 1))
             for modality, limits in facts.limits.items()
-            if modality in facts.graph_modalities
+            if modality in facts.graph_modalities and (modality == "image" or self.videos_allowed)
         )
         longest = self.limits.max_model_len
         return largest if longest is None else min(largest, longest)
@@ -322,7 +322,7 @@ def _max_seqlen(subject: Subject) -> Iterator[Found]:
     possible = subject.largest_item * subject.facts.merge**2
     for capture in subject.captures:
         if subject.plan is None:
-            longest, whose = possible, "that an image can have"
+            longest, whose = possible, "that an item can have"
         elif capture.budget in subject.longest_sequence:
             longest, whose = subject.longest_sequence[capture.budget], "in the workload's replays of it"
         else:
@@ -409,7 +409,7 @@ def _above_largest(subject: Subject) -> Iterator[Found]:
     if subject.plan is None:
         if subject.largest_item > largest:
             yield Found(
-                f"an image can have {subject.largest_item:,} tokens and the largest budget is {largest:,}: {effect}",
+                f"an item can have {subject.largest_item:,} tokens and the largest budget is {largest:,}: {effect}",
                 f"add a budget of {subject.largest_item}, or limit max_pixels of the image processor",
                 largest,
                 "warning" if crash else "info",
