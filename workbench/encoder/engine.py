@@ -13,7 +13,6 @@ import gc
 import importlib
 import logging
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,6 +225,7 @@ def _model_config(limits: ServerLimits, dtype: torch.dtype, backend: Any) -> Any
         max_model_len=limits.max_model_len,
         dtype=dtype,
         is_moe=False,
+        is_diffusion=False,
         architecture="",
     )
 
@@ -288,20 +288,21 @@ def _groups(device: torch.device) -> Iterator[None]:
     global _groups_in_use
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+    from vllm.utils.network_utils import get_open_port
 
     foreign = _groups_in_use == 0 and torch.distributed.is_initialized()
     if not foreign:
         _groups_in_use += 1
     try:
-        with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
-            init_distributed_environment(
-                world_size=1,
-                rank=0,
-                distributed_init_method=f"file://{folder}/store",
-                local_rank=device.index or 0,
-                backend="nccl" if device.type == "cuda" else "gloo",
-            )
-            ensure_model_parallel_initialized(1, 1)
+        # A TCP store: a store in a file must outlive the groups, or NCCL waits for it when they are taken down.
+        init_distributed_environment(
+            world_size=1,
+            rank=0,
+            distributed_init_method=f"tcp://127.0.0.1:{get_open_port()}",
+            local_rank=device.index or 0,
+            backend="nccl" if device.type == "cuda" else "gloo",
+        )
+        ensure_model_parallel_initialized(1, 1)
         yield
     finally:
         if not foreign:
