@@ -250,6 +250,17 @@ def test_a_second_capture_needs_overwrite(folder: Path, run: Run) -> None:
     assert read_run(folder) == run
 
 
+def test_overwrite_replaces_run_folders_only(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(WorkbenchError, match="not a run folder, so it is not replaced"):
+        capture(OPTIONS, CONFIGURATION, workload([SMALL]), tmp_path, repeats=1, overwrite=True)
+    assert (tmp_path / "thesis.tex").read_text() == "mine"
+    target = tmp_path / "run"
+    for repeats in (1, 2):
+        capture(OPTIONS, CONFIGURATION, workload([SMALL]), target, repeats=repeats, profiled_repeats=0, overwrite=True)
+        assert len(read_run(target).timings[0].wall_us) == repeats
+
+
 @pytest.mark.parametrize(
     ("options", "configuration", "message"),
     [

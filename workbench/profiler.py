@@ -1,12 +1,14 @@
 """Make a run folder: time the three arms, then trace them, on vLLM's own classes.
 
     from pathlib import Path
-    from workbench.budgets import DEFAULT_VIDEO_LIMIT, Configuration, Limits, resolve
+    from workbench.budgets import Configuration
     from workbench.encoder.session import SessionOptions
+    from workbench.models import model_facts
     from workbench.profiler import capture
-    from workbench.sources import preset
+    from workbench.sources import load_workload
 
-    run = capture(SessionOptions(), Configuration((128, 256), 4), preset("mixed", "ernie45_vl"), Path("runs/mixed"))
+    workload = load_workload("mixed", model_facts("ernie45_vl"))
+    run = capture(SessionOptions(), Configuration((128, 256), 4), workload, Path("runs/mixed"))
 
 Measured: host time between two synchronises and CUDA-event time around one encoder call, for eager as
 served, eager fallback and graph, interleaved in ABBA order within one process; the phases of
@@ -126,7 +128,7 @@ def capture(
         warmup: repeats before timing.
         progress: told what is going on.
         name: the run's; None: the folder's.
-        overwrite: replace what `out` holds.
+        overwrite: replace the run folder `out`; a folder that is none is never replaced.
         watched: a tool outside records the trace (two tracers cannot share CUPTI): the traced repeats then run
             between cudaProfilerStart and Stop, with their NVTX ranges, and the run holds no trace.
 
@@ -134,7 +136,7 @@ def capture(
         WorkbenchError: bad input, an occupied `out`, or a machine that cannot run it; nothing is written then.
     """
     counts = Repeats(repeats, max(1, repeats // 2), profiled_repeats, warmup, traced_calls, max_calls)
-    refuse_occupied(out, overwrite)
+    _refuse_target(out, overwrite)
     facts = model_facts(options.model)
     if workload.model != facts.key:
         raise WorkbenchError(
@@ -191,6 +193,13 @@ def capture(
         write_json(folder / RUN_FILE, run)
     progress("done", 1.0)
     return run
+
+
+def _refuse_target(out: Path, overwrite: bool) -> None:
+    """Refuse a target before the long work; `--overwrite --out .` must not cost anyone their files."""
+    refuse_occupied(out, overwrite)
+    if out.is_dir() and any(out.iterdir()) and not (out / RUN_FILE).is_file():
+        raise WorkbenchError(f"{out} is not empty and not a run folder, so it is not replaced; choose another name")
 
 
 def distinct_calls(workload: Workload) -> list[Call]:
@@ -465,14 +474,15 @@ class _Recorder:
         """Run every arm and call inside its ranges, between cudaProfilerStart and Stop."""
         import torch
 
-        span = spans(self.session.device.type == "cuda")
-        profiler_api: Any = torch.cuda.profiler
         on_cuda = self.session.device.type == "cuda"
+        span = spans(on_cuda)
+        inputs = {call: self.inputs(call) for call in range(len(self.calls))}
+        profiler_api: Any = torch.cuda.profiler
         with profiler_api.profile() if on_cuda else nullcontext():
             for arm in ARMS:
                 with span(arm), self._inner_ranges(arm, ["cpu"], span):
                     for call in self._traced_calls(arm) * self.repeats.profiled:
-                        self._traced_call(arm, call, self.inputs(call), span)
+                        self._traced_call(arm, call, inputs[call], span)
 
     @contextmanager
     def _inner_ranges(self, arm: Arm, activities: Sequence[str], span: Span) -> Iterator[None]:

@@ -215,8 +215,8 @@ class Run(Record, frozen=True):
     traces: list[TraceFile]
     equality: list[Equality]
     failures: list[Failure]
-    graph_hits: int
-    graph_misses: int
+    graph_hits: int  # items of `calls` that ran in replays, each call counted once
+    graph_misses: int  # and those that ran in eager fallbacks
     warmup: int
     seed: int
     notes: list[str] = []
