@@ -93,7 +93,7 @@ def compare(
 
     named = dict(parse_named(text) for text in config)
     priced = None if profile is None else CostModel(read_profile(profile, model))
-    timed = [call.grids for call in distinct_calls(load_workload(workload, model_facts(model)), limit=10_000)[:calls]]
+    timed = [call.grids for call in distinct_calls(load_workload(workload, model_facts(model)))[:calls]]
     options = SessionOptions(
         model=model,
         depth=depth,
