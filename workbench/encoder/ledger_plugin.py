@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -54,10 +54,8 @@ RUNNER_V1 = "vllm.v1.worker.gpu_model_runner"
 RUNNER_V2 = "vllm.v1.worker.gpu.mm.encoder_runner"
 MANAGER = "vllm.v1.worker.encoder_cudagraph"
 _MODULES = (RUNNER_V1, RUNNER_V2, MANAGER)
+_CHECK_BYTES = 64 * 1024  # written between two looks at the file's size, to which other processes may add
 _MAX_PENDING = 256  # calls whose GPU time is awaited; above, the oldest is written without
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class _OpenGroup:
@@ -93,22 +91,23 @@ class _OpenCall:
         self.started_ns = time.perf_counter_ns()
 
 
-def _safe(
-    method: Callable[Concatenate["Recorder", P], R],
-) -> Callable[Concatenate["Recorder", P], R | None]:
-    """Make a recorder's method harmless: None when recording is off, off when it raises."""
+Method = TypeVar("Method", bound=Callable[..., Any])
 
-    def run(self: "Recorder", /, *args: P.args, **kwargs: P.kwargs) -> R | None:
+
+def _safe(method: Method) -> Method:
+    """Make a recorder's method harmless: None when recording is off, off when it raises. Positional arguments only."""
+
+    def run(self: "Recorder", *args: Any) -> Any:
         if self.off:
             return None
         try:
-            return method(self, *args, **kwargs)
+            return method(self, *args)
         except Exception as error:  # noqa: BLE001  whatever it is, the server goes on
             self.stop(f"{type(error).__name__}: {error}")
             return None
 
     run.__doc__ = method.__doc__
-    return run
+    return cast(Method, run)
 
 
 class Recorder:
@@ -116,7 +115,8 @@ class Recorder:
 
     Args:
         path: the ledger.
-        max_bytes: recording stops before the file would exceed this, whoever wrote to it.
+        max_bytes: recording stops before the file would exceed this, whoever wrote to it (by at most 64 KiB a process
+            where several write).
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -126,9 +126,11 @@ class Recorder:
         self.phase = "serve"
         self.call: _OpenCall | None = None
         self._local = False  # inside _execute_local
+        self.wants_specs = False  # inside it, before its items' tokens are known
         self._pending: deque[_OpenCall] = deque()
         self._free_events: list[tuple[Any, Any]] = []
         self._file = -1
+        self._unchecked = 0
         self._pid = 0
         self._rank = 0
         self._encoder = msgspec.json.Encoder()
@@ -141,9 +143,7 @@ class Recorder:
             _log.warning("Encoder ledger %s is off from now on: %s", self.path, reason)
 
     @_safe
-    def begin(
-        self, runner: str, owner: Any, order: list[int] | None = None, synchronised: bool = False
-    ) -> _OpenCall | None:
+    def begin(self, owner: Any, runner: str, order: list[int] | None, synchronised: bool) -> _OpenCall | None:
         """Open a call; None inside another one."""
         if self.call is not None:
             return None
@@ -161,7 +161,7 @@ class Recorder:
     def end(self, call: _OpenCall, outputs: Sequence[Any] | None, error: BaseException | None) -> None:
         """Close a call with what it returned (one tensor of tokens x width per item) or raised."""
         ended_ns = time.perf_counter_ns()
-        self.call, self._local = None, False
+        self.call, self._local, self.wants_specs = None, False, False
         if call.events is not None and error is None:
             call.events[1].record()
         if not call.groups and error is None:
@@ -212,14 +212,15 @@ class Recorder:
 
     @_safe
     def specs(self, specs: Sequence[Any]) -> None:
-        """Note the output tokens of the items that this rank packs."""
-        if self.call is not None and self._local and self.call.groups[-1].tokens is None:
+        """Note the output tokens of the items that this rank packs; called while `wants_specs`."""
+        self.wants_specs = False
+        if self.call is not None:
             self.call.groups[-1].tokens = [spec.output_tokens for spec in specs]
 
     @_safe
     def local(self, inside: bool) -> None:
         """Enter or leave `_execute_local`."""
-        self._local = inside
+        self._local = self.wants_specs = inside and self.call is not None
 
     @_safe
     def selected(self, items: Sequence[int]) -> None:
@@ -250,6 +251,7 @@ class Recorder:
         self._pending.clear()
         self._free_events.clear()
         self._managers.clear()
+        self._unchecked = 0
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._rank = _rank()
         self._write(
@@ -291,7 +293,10 @@ class Recorder:
         if self.off:
             return
         data = self._encoder.encode(line) + b"\n"
-        if os.fstat(self._file).st_size + len(data) > self.max_bytes:
+        self._unchecked -= len(data)
+        if self._unchecked < 0:
+            self._unchecked = min(_CHECK_BYTES, self.max_bytes - os.fstat(self._file).st_size) - len(data)
+        if self._unchecked < 0:
             full = FullLine(pid=self._pid, limit_bytes=self.max_bytes)
             os.write(self._file, self._encoder.encode(full) + b"\n")
             self.stop(f"the file has reached its limit of {self.max_bytes:,} bytes ({LIMIT_VARIABLE})")
@@ -367,9 +372,9 @@ def _close_groups(call: _OpenCall, outputs: Sequence[Any] | None, ended_ns: int)
 
 
 def _wrap_call(
-    recorder: Recorder, original: Callable[..., Any], describe: Callable[..., dict[str, Any]]
+    recorder: Recorder, original: Callable[..., Any], describe: Callable[..., tuple[Any, ...]]
 ) -> Callable[..., Any]:
-    """Wrap the function of a runner that makes an encoder call; `describe` gives the arguments of `begin`."""
+    """Wrap the function of a runner that makes an encoder call; `describe` gives the rest of `begin`'s arguments."""
 
     @functools.wraps(original)
     def execute(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -378,7 +383,7 @@ def _wrap_call(
         except Exception as error:  # noqa: BLE001  whatever it is, the server goes on
             recorder.stop(f"{type(error).__name__}: {error}")
             return original(self, *args, **kwargs)
-        call = recorder.begin(owner=self, **described)
+        call = recorder.begin(self, *described)
         if call is None:
             return original(self, *args, **kwargs)
         try:
@@ -414,9 +419,9 @@ def _wrap_grouping(recorder: Recorder, original: Callable[..., Iterator[Any]]) -
 
 
 def _patch_runner_v1(module: ModuleType, recorder: Recorder) -> None:
-    def describe(self: Any, scheduler_output: Any) -> dict[str, Any]:
+    def describe(self: Any, scheduler_output: Any) -> tuple[Any, ...]:
         timed = self.observability_config is not None and self.observability_config.enable_mm_processor_stats
-        return {"runner": "v1", "synchronised": bool(timed)}
+        return "v1", None, bool(timed)
 
     runner = module.GPUModelRunner
     runner._execute_mm_encoder = _wrap_call(recorder, runner._execute_mm_encoder, describe)
@@ -424,8 +429,8 @@ def _patch_runner_v1(module: ModuleType, recorder: Recorder) -> None:
 
 
 def _patch_runner_v2(module: ModuleType, recorder: Recorder) -> None:
-    def describe(self: Any, mm_kwargs: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {"runner": "v2", "order": sorted(range(len(mm_kwargs)), key=lambda item: mm_kwargs[item][0])}
+    def describe(self: Any, mm_kwargs: list[tuple[str, Any]]) -> tuple[Any, ...]:
+        return "v2", sorted(range(len(mm_kwargs)), key=lambda item: mm_kwargs[item][0]), False
 
     runner = module.EncoderRunner
     profile = runner.profile_encoder_cache
@@ -464,7 +469,8 @@ def _patch_manager(module: ModuleType, recorder: Recorder) -> None:
     @functools.wraps(get_specs)
     def wrapped_specs(self: Any, *args: Any, **kwargs: Any) -> Any:
         specs = get_specs(self, *args, **kwargs)
-        recorder.specs(specs)
+        if recorder.wants_specs:
+            recorder.specs(specs)
         return specs
 
     @functools.wraps(select)
