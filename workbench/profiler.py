@@ -122,7 +122,7 @@ def capture(
         workload: each distinct call is measured for itself, whatever its count.
         out: the folder to make; it appears under this name only when everything is in it.
         repeats: un-profiled samples per arm and call; phases get half as many.
-        profiled_repeats: traced repeats per arm, call and set of activities.
+        profiled_repeats: traced repeats per arm and call; one of them on CUDA where every operator is recorded.
         traced_calls: how many of the measured calls, the first ones, are traced.
         max_calls: how many of the distinct calls, the first ones, are measured; a note tells when there are more.
         warmup: repeats before timing.
@@ -454,13 +454,13 @@ class _Recorder:
         inputs = {call: self.inputs(call) for call in calls}
         span = spans(self.session.device.type == "cuda")
         file = f"traces/{arm}.{'+'.join(activities)}.json.gz"
-        record = TraceFile(
-            file=file, arm=arm, activities=list(activities), repeats=self.repeats.profiled, window=CALL_RANGE
-        )
+        # With every operator a trace is large and disturbed: it explains one repeat, the other set shows several.
+        repeats = 1 if {"cpu", "cuda"} <= set(activities) else self.repeats.profiled
+        record = TraceFile(file=file, arm=arm, activities=list(activities), repeats=repeats, window=CALL_RANGE)
         with recording(self.folder / file, activities) as start, self._inner_ranges(arm, activities, span):
             self._traced_call(arm, calls[0], inputs[calls[0]], span)
             start()
-            for _ in range(self.repeats.profiled):
+            for _ in range(repeats):
                 for call in calls:
                     record.wall_us.append(self._traced_call(arm, call, inputs[call], span))
                     record.calls.append(call)
