@@ -15,7 +15,7 @@ record() { # NAME OPTION...
     local name=$1
     shift
     "${PYTHON:-python3}" -m workbench capture --device cuda --name "$name" --out "$out/$name" --overwrite "$@"
-    du -ch "$out/$name"/traces/*.gz "$out/$name/run.json" | tail -1
+    du -sh "$out/$name"
 }
 
 # The pull request's own workload: one 224 x 224 image per call.
