@@ -1,0 +1,198 @@
+"""Where two arms part: the first module, the rows, the statistics.
+
+Eager on the padded buffers is followed by forward hooks. A replayed CUDA graph runs no Python, so its first diverging
+block is found by capturing prefixes: the encoder with its first k blocks only, for k by bisection.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workbench.encoder.parity.tape import TapedBatch, captured_budgets
+from workbench.parity import Bisection, Stage
+
+if TYPE_CHECKING:
+    from workbench.encoder.parity.lab import Lab
+    from workbench.encoder.session import EncoderInputs
+
+# A stage is named when it is off by more than this share of the limit of the outputs: rounding reaches a third.
+STAGE_SHARE = 0.5
+
+Stages = dict[str, torch.Tensor]
+
+
+@contextmanager
+def staged(lab: "Lab") -> Iterator[Stages]:
+    """Yield a dict that fills with the outputs of the tower's modules, in order of execution.
+
+    Names: "embeddings" (the first block's input), "blocks.0.attn", "blocks.0.mlp", "blocks.0", ..., "tower".
+    """
+    stages: Stages = {}
+
+    def keep(name: str) -> Any:
+        def hook(_module: Any, _arguments: Any, output: Any) -> None:
+            stages[name] = _rows(output[0] if isinstance(output, tuple) else output)
+
+        return hook
+
+    def first(_module: Any, arguments: tuple[Any, ...]) -> None:
+        stages["embeddings"] = _rows(arguments[0])
+
+    with ExitStack() as stack:
+        stack.callback(lab.tower.blocks[0].register_forward_pre_hook(first).remove)
+        for i, block in enumerate(lab.tower.blocks):
+            for name, module in (
+                (f"blocks.{i}.attn", block.attn),
+                (f"blocks.{i}.mlp", block.mlp),
+                (f"blocks.{i}", block),
+            ):
+                stack.callback(module.register_forward_hook(keep(name)).remove)
+        stack.callback(lab.tower.register_forward_hook(keep("tower")).remove)
+        yield stages
+
+
+def _rows(value: torch.Tensor) -> torch.Tensor:
+    """[rows, 1, features] or [rows, features] -> a copy of [rows, features]."""
+    return value.detach().reshape(value.shape[0], -1).clone()
+
+
+def served_stages(lab: "Lab", call: "EncoderInputs", batch: TapedBatch) -> Stages:
+    """Return the stages of eager as served on the items of `batch`."""
+    with staged(lab) as stages:
+        lab.session.eager_served(lab.part(call, batch.items))
+    return stages
+
+
+def padded_stages(lab: "Lab", batch: TapedBatch) -> Stages:
+    """Return the stages of eager on the padded buffers of `batch`."""
+    with staged(lab) as stages:
+        lab.padded_raw(batch)
+    return stages
+
+
+def compare_stage(name: str, value: torch.Tensor, reference: torch.Tensor) -> Stage:
+    """Compare one module's output on the valid rows, and describe the rows behind them."""
+    valid = reference.shape[0]
+    difference = (value[:valid].float() - reference.float()).square().mean(dim=-1)
+    scale = reference.float().square().mean().sqrt()
+    rms, row = (float(difference.mean().sqrt() / scale), float(difference.amax().sqrt() / scale))
+    padding = value[valid:]
+    highest = float(padding.float().abs().amax()) if len(padding) else None
+    return Stage(
+        name=name,
+        relative_rms=rms if math.isfinite(rms) else None,
+        worst_row=row if math.isfinite(row) else None,
+        finite=bool(torch.isfinite(value[:valid]).all()),
+        padded_max_abs=highest if highest is not None and math.isfinite(highest) else None,
+        padded_finite=math.isfinite(highest) if highest is not None else None,
+    )
+
+
+def beyond(lab: "Lab", stage: Stage) -> bool:
+    """Whether a stage differs by more than rounding on its valid rows."""
+    assert lab.noise is not None
+    if stage.relative_rms is None or stage.worst_row is None or not stage.finite:
+        return True
+    return (
+        stage.relative_rms > STAGE_SHARE * lab.noise.limit_rms
+        or stage.worst_row > STAGE_SHARE * lab.noise.limit_worst_row
+    )
+
+
+def bisect_padded(lab: "Lab", call: "EncoderInputs", batch: TapedBatch, scenario: str) -> Bisection:
+    """Follow eager as served and eager on the padded buffers module by module."""
+    assert batch.budget is not None
+    reference, padded = served_stages(lab, call, batch), padded_stages(lab, batch)
+    stages = [compare_stage(name, padded[name], reference[name]) for name in reference if name in padded]
+    first = next((stage for stage in stages if beyond(lab, stage)), None)
+    spoiled = next((stage for stage in stages if stage.padded_finite is False), None)
+    rows = None
+    if first is not None:
+        # Padding that was not finite before the valid rows went wrong is where it started.
+        earlier = spoiled is not None and stages.index(spoiled) <= stages.index(first)
+        rows = "padded" if earlier else "valid"
+    elif spoiled is not None:
+        first, rows = spoiled, "padded"
+    return Bisection(
+        scenario=scenario,
+        budget=batch.budget,
+        arms="padded",
+        first=first.name if first is not None else None,
+        rows=rows,  # type: ignore[arg-type]
+        stages=stages,
+    )
+
+
+def bisect_graph(lab: "Lab", batch: TapedBatch, scenario: str) -> Bisection:
+    """Find the first block at which a replayed prefix leaves eager on the same buffers.
+
+    Each probe captures the encoder with its first k blocks for this one budget and replays it on the buffers of
+    `batch`; log2(depth) captures.
+    """
+    assert batch.budget is not None
+    stages: list[Stage] = []
+
+    def differs(blocks: int) -> bool:
+        with _truncated(lab, blocks):
+            stage = _prefix_stage(lab, batch, blocks)
+        stages.append(stage)
+        return beyond(lab, stage)
+
+    low, high = 0, len(lab.tower.blocks)
+    first: str | None = None
+    if differs(high):
+        while low < high:  # the first prefix that differs is in low..high
+            middle = (low + high) // 2
+            if differs(middle):
+                high = middle
+            else:
+                low = middle + 1
+        first = f"blocks.{low - 1}" if low else "embeddings"
+    spoiled = any(stage.padded_finite is False for stage in stages)
+    return Bisection(
+        scenario=scenario,
+        budget=batch.budget,
+        arms="graph",
+        first=first,
+        rows=None if first is None else "padded" if spoiled else "valid",
+        stages=sorted(stages, key=lambda stage: int(stage.name.split()[0])),
+    )
+
+
+@contextmanager
+def _truncated(lab: "Lab", blocks: int) -> Iterator[None]:
+    whole = lab.tower.blocks
+    lab.tower.blocks = whole[:blocks]
+    try:
+        yield
+    finally:
+        lab.tower.blocks = whole
+
+
+def _prefix_stage(lab: "Lab", batch: TapedBatch, blocks: int) -> Stage:
+    """Capture and replay the truncated encoder on the buffers of `batch`, against eager on the same buffers."""
+    assert batch.budget is not None
+    manager = lab.new_manager()
+    with lab.using(manager):
+        lab.capture(manager, [batch.budget])
+        captured = captured_budgets(manager)[batch.budget]
+        for key, value in batch.buffers.items():
+            captured.input_buffers[key].copy_(value)
+        captured.graph.replay()
+        replayed = captured.output_buffer.clone()
+        eager = lab.padded_raw(batch)
+        manager.clear()
+    valid = valid_rows(lab, batch, eager.shape[0])
+    return compare_stage(f"{blocks} blocks", replayed, eager[:valid])
+
+
+def valid_rows(lab: "Lab", batch: TapedBatch, rows: int) -> int:
+    """Rows of a raw output that belong to items: patches where the graph ends before the merge, else tokens."""
+    from workbench.encoder.parity.tape import selected_tensors
+
+    pixels, _ = selected_tensors(batch.selected)
+    buffer = batch.buffers["pixel_values"].shape[0]
+    return int(pixels.shape[0]) * rows // buffer

@@ -1,0 +1,417 @@
+"""One encoder session under observation: three arms per call, judged against measured noise.
+
+    from workbench.budgets import Configuration
+    from workbench.encoder.parity.lab import open_lab
+    from workbench.encoder.session import SessionOptions
+
+    with open_lab(SessionOptions(depth=2, width=160), Configuration((16, 32, 64), 4)) as lab:
+        seen = lab.observe([(1, 8, 8), (1, 4, 6)], "example")
+        print(seen.status, seen.findings)
+
+The arms: *eager as served* (the reference), *eager on the padded buffers* (the captured forward, run eagerly on what
+the manager copied), and the *graph*. What separates the first two is padding and metadata; what separates the last two
+is capture and replay.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from workbench.budgets import Configuration
+from workbench.encoder import engine, registry
+from workbench.encoder.instruments import wrapped
+from workbench.encoder.parity.metrics import compare
+from workbench.encoder.parity.tape import BeforeReplay, TapedBatch, taping
+from workbench.encoder.session import EncoderInputs, EncoderSession, Grid, SessionOptions, open_session
+from workbench.errors import WorkbenchError
+from workbench.models import Modality
+from workbench.parity import Difference, Finding, Noise, Status
+
+# A mismatch is further from eager than this many times what rounding does. Rounding differs by item: the worst of
+# thousands of random items stays below 2 times the floor that a dozen items show (tests/test_parity_lab.py).
+NOISE_FACTOR = 3.0
+
+# On the CPU, the work of such an encoder's layers is too small to share among threads.
+SMALL_WIDTH = 512
+
+# What vLLM's manager and models raise on inputs they do not hold; anything else is the workbench's own fault.
+ENCODER_ERRORS = (RuntimeError, AssertionError, ValueError, IndexError, KeyError, TypeError, AttributeError)
+
+
+@dataclass
+class Observation:
+    """One call in the three arms.
+
+    Attributes:
+        budgets: per item, the token budget it was replayed in; None for a fallback or when the call failed before.
+        graph, padded: per item, distance to eager as served; `padded` is None where it was not run.
+        error: "Type: message" of the graph arm, "" when it ran.
+        phase: where the error was raised.
+    """
+
+    scenario: str
+    call: EncoderInputs
+    given: dict[str, Any]
+    served: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    batches: list[TapedBatch]
+    budgets: list[int | None]
+    graph: list[Difference]
+    padded: list[Difference | None]
+    error: str = ""
+    phase: str = ""
+    findings: list[Finding] = field(default_factory=list)
+    item_statuses: list[Status] = field(default_factory=list)
+    ratio: float | None = None
+
+    @property
+    def status(self) -> Status:
+        """Worst of the items, the error and the findings."""
+        if self.error:
+            return "error"
+        severities = {finding.severity for finding in self.findings}
+        if "mismatch" in self.item_statuses or "mismatch" in severities:
+            return "mismatch"
+        if severities:
+            return "hazard"
+        return "within_noise" if "within_noise" in self.item_statuses else "equal"
+
+    @property
+    def primary_budget(self) -> int | None:
+        """The largest budget that the call used."""
+        return max((budget for budget in self.budgets if budget is not None), default=None)
+
+
+class Lab:
+    """A session with graphs, its noise floor, and what its graphs baked in at capture.
+
+    Attributes:
+        session: the session; its manager is the one under observation.
+        noise: set by `measure_noise`.
+        baked: token budget -> the `max_seqlen` that was captured; no entry where the model gives none.
+    """
+
+    def __init__(self, session: EncoderSession, seed: int = 0) -> None:
+        self.session = session
+        self.seed = seed
+        self.noise: Noise | None = None
+        self.baked: dict[int, int] = {}
+        self._seeds = itertools.count(seed + 1)
+
+    # What the session is made of -----------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Any:
+        """vLLM's model object."""
+        return self.session.model
+
+    @property
+    def tower(self) -> Any:
+        """The vision transformer: what the graph holds."""
+        return getattr(self.model, registry.builder(self.session.facts.key).parts[0])
+
+    @property
+    def manager(self) -> Any:
+        """The graph manager under observation."""
+        return self.session.manager
+
+    @property
+    def budgets(self) -> list[int]:
+        """Distinct token budgets, ascending."""
+        return sorted(set(self.manager.token_budgets))
+
+    @property
+    def cuda(self) -> bool:
+        """Graphs are CUDA graphs."""
+        return self.session.replay == "cuda_graph"
+
+    def tower_metadata(self, grids: list[list[int]]) -> dict[str, torch.Tensor]:
+        """Return the metadata that eager as served computes for `grids`: positions, cu_seqlens, max_seqlen."""
+        with torch.inference_mode():
+            # Ernie's takes tensors or lists, GLM's lists.
+            metadata: dict[str, torch.Tensor] = self.tower.prepare_encoder_metadata(grids)
+        return metadata
+
+    # Managers ------------------------------------------------------------------------------------------------------
+
+    def capture(self, manager: Any = None, order: Sequence[int] | None = None) -> None:
+        """Capture every budget of `manager` (default: the session's), noting what is baked in.
+
+        Args:
+            order: budgets in the order of capture; None is vLLM's, largest first.
+        """
+        manager = manager or self.manager
+        with self.recording_baked(), torch.inference_mode():
+            pool = torch.cuda.graph_pool_handle() if self.cuda else object()
+            if order is None:
+                manager.capture(pool)
+                return
+            manager.graph_pool = pool
+            for budget in order:
+                manager._capture_budget_graph(budget, path="default", axis_keys=())
+
+    @contextmanager
+    def recording_baked(self) -> Iterator[None]:
+        """Note the `max_seqlen` of each budget captured while the block lasts."""
+
+        def noting(original: Any) -> Any:
+            def prepare(token_budget: int, *args: Any, **kwargs: Any) -> Any:
+                result = original(token_budget, *args, **kwargs)
+                value = result.values.get("max_seqlen")
+                if value is not None:
+                    self.baked[token_budget] = int(value)
+                return result
+
+            return prepare
+
+        with wrapped(self.model, "prepare_encoder_cudagraph_capture_inputs", noting):
+            yield
+
+    def new_manager(self, configuration: Configuration | None = None) -> Any:
+        """Return another manager over the same weights, nothing captured yet."""
+        return type(self.manager)(
+            engine.manager_config(self.session.vllm_config, configuration or self.session.configuration),
+            self.session.device,
+            self.session.dtype,
+            self.model,
+        )
+
+    @contextmanager
+    def using(self, manager: Any) -> Iterator[None]:
+        """Observe `manager` while the block lasts."""
+        before, baked = self.session.manager, dict(self.baked)
+        self.session.manager = manager
+        try:
+            yield
+        finally:
+            self.session.manager, self.baked = before, baked
+
+    # Calls ---------------------------------------------------------------------------------------------------------
+
+    def inputs(self, grids: Sequence[Grid], modality: Modality = "image") -> EncoderInputs:
+        """Make a call's items; every call of a lab has rows of its own, the same in every lab with this seed."""
+        return self.session.inputs(grids, modality, seed=next(self._seeds))
+
+    def restart_inputs(self) -> None:
+        """Begin the sequence of input seeds anew."""
+        self._seeds = itertools.count(self.seed + 1)
+
+    def part(self, call: EncoderInputs, items: Sequence[int]) -> EncoderInputs:
+        """Return the call of these items of `call`, in this order; independent of vLLM's own selection."""
+        sizes = [t * h * w for t, h, w in call.grids]
+        starts = [0, *itertools.accumulate(sizes)]
+        return EncoderInputs(
+            modality=call.modality,
+            grids=tuple(call.grids[i] for i in items),
+            tokens=tuple(call.tokens[i] for i in items),
+            pixels=torch.cat([call.pixels[starts[i] : starts[i + 1]] for i in items]),
+            grid=call.grid[list(items)],
+        )
+
+    def part_none(self, call: EncoderInputs) -> EncoderInputs:
+        """Return a call without items, of the modality of `call`."""
+        return dataclasses.replace(call, grids=(), tokens=(), pixels=call.pixels[:0], grid=call.grid[:0])
+
+    def observe(
+        self,
+        call: EncoderInputs | Sequence[Grid],
+        scenario: str,
+        *,
+        before_replay: BeforeReplay | None = None,
+        padded: bool = False,
+        probe: bool = False,
+    ) -> Observation:
+        """Run one call in the arms, compare, and diagnose.
+
+        Args:
+            call: made by `inputs`, or grids of images.
+            scenario: name put into findings.
+            before_replay: see `tape.taping`.
+            padded: also run eager on the padded buffers.
+            probe: the scenario itself breaks the manager's promises, so a mismatch is only a hazard.
+        """
+        from workbench.encoder.parity.diagnose import diagnose
+
+        if not isinstance(call, EncoderInputs):
+            call = self.inputs(call)
+        # vLLM never calls an encoder without items; only the manager is asked to.
+        served = self.session.eager_served(call) if call.grids else []
+        outputs: list[torch.Tensor] = []
+        error = ""
+        with taping(self.manager, before_replay) as tape:
+            try:
+                outputs = self.session.graph(call)
+            except ENCODER_ERRORS as raised:
+                error = f"{type(raised).__name__}: {str(raised).splitlines()[0] if str(raised) else ''}"
+        budgets: list[int | None] = [None] * len(call.grids)
+        for batch in tape.batches:
+            for item in batch.items:
+                budgets[item] = batch.budget
+        observation = Observation(
+            scenario=scenario,
+            call=call,
+            given=tape.given,
+            served=served,
+            outputs=outputs,
+            batches=tape.batches,
+            budgets=budgets,
+            graph=[compare(output, reference) for output, reference in zip(outputs, served, strict=False)],
+            padded=self._padded(call, tape.batches, served) if padded and not error else [None] * len(served),
+            error=error,
+            phase=tape.phase,
+        )
+        self._judge(observation)
+        observation.findings = diagnose(self, observation, probe=probe)
+        return observation
+
+    def _judge(self, observation: Observation) -> None:
+        ratios = []
+        for difference in observation.graph:
+            ratio = self.ratio(difference)
+            ratios.append(ratio)
+            mismatch = ratio is None or ratio > 1
+            observation.item_statuses.append(
+                "mismatch" if mismatch else "equal" if difference.bit_equal else "within_noise"
+            )
+        known = [ratio for ratio in ratios if ratio is not None]
+        observation.ratio = None if len(known) < len(ratios) else max(known, default=None)
+
+    def ratio(self, difference: Difference) -> float | None:
+        """Return the distance over its limit, worse of relative RMS and worst row; None when not finite.
+
+        Raises:
+            WorkbenchError: the noise was not measured.
+        """
+        if self.noise is None:
+            raise WorkbenchError("the noise floor is not measured yet; call measure_noise first")
+        if not difference.finite or difference.relative_rms is None or difference.worst_row is None:
+            return None
+        return max(difference.relative_rms / self.noise.limit_rms, difference.worst_row / self.noise.limit_worst_row)
+
+    # Eager on the padded buffers -----------------------------------------------------------------------------------
+
+    def padded_raw(self, batch: TapedBatch) -> torch.Tensor:
+        """Run the captured forward eagerly on the buffers that the manager filled for `batch`."""
+        assert batch.budget is not None
+        with torch.inference_mode(), self.padded_attention(batch.budget):
+            output: torch.Tensor = self.model.encoder_cudagraph_forward(dict(batch.buffers), path="default")
+        return output
+
+    def padded_attention(self, budget: int) -> Any:
+        """Where there is no CUDA attention, let the CPU's take padded tails."""
+        if self.cuda:
+            return nullcontext()
+        from workbench.encoder.static_replay import padded_tails
+
+        return padded_tails([], budget)
+
+    def postprocess(self, call: EncoderInputs, batch: TapedBatch, raw: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Return per item what the model makes of `raw`."""
+        outputs: dict[int, torch.Tensor] = {}
+        with torch.inference_mode():
+            self.model.postprocess_encoder_output(
+                {"default": raw}, batch.items, list(call.tokens), outputs, clone=True, batch_mm_kwargs=batch.selected
+            )
+        return outputs
+
+    def _padded(
+        self, call: EncoderInputs, batches: list[TapedBatch], served: list[torch.Tensor]
+    ) -> list[Difference | None]:
+        differences: list[Difference | None] = [None] * len(served)
+        for batch in batches:
+            if not batch.buffers:
+                continue
+            try:
+                outputs = self.postprocess(call, batch, self.padded_raw(batch))
+            except ENCODER_ERRORS:
+                continue  # the graph arm met the same and says so
+            for item, output in outputs.items():
+                differences[item] = compare(output, served[item])
+        return differences
+
+    # Noise ---------------------------------------------------------------------------------------------------------
+
+    def measure_noise(self, reference: EncoderSession, calls: Sequence[EncoderInputs]) -> Noise:
+        """Measure what rounding does to the items of `calls`, and judge by it from now on.
+
+        Args:
+            reference: the same encoder in float32.
+            calls: each is encoded whole and item by item.
+        """
+        composition, against_reference, graph = [], [], []
+        for call in calls:
+            whole = self.session.eager_served(call)
+            exact = reference.eager_served(dataclasses.replace(call, pixels=call.pixels.to(reference.dtype)))
+            composition += [
+                compare(whole[i], self.session.eager_served(self.part(call, [i]))[0]) for i in range(len(whole))
+            ]
+            against_reference += [compare(a, b) for a, b in zip(whole, exact, strict=True)]
+            try:
+                graph += [compare(a, b) for a, b in zip(self.session.graph(call), exact, strict=True)]
+            except ENCODER_ERRORS:
+                graph = []  # the matrix will show why
+        composition_rms, composition_row = _worst(composition)
+        reference_rms, reference_row = _worst(against_reference)
+        self.noise = Noise(
+            items=len(composition),
+            composition_rms=composition_rms,
+            composition_worst_row=composition_row,
+            reference_rms=reference_rms,
+            reference_worst_row=reference_row,
+            graph_reference_rms=_worst(graph)[0] if graph and all(d.finite for d in graph) else None,
+            factor=NOISE_FACTOR,
+            limit_rms=NOISE_FACTOR * max(composition_rms, reference_rms),
+            limit_worst_row=NOISE_FACTOR * max(composition_row, reference_row),
+        )
+        return self.noise
+
+
+def _worst(differences: list[Difference]) -> tuple[float, float]:
+    if any(d.relative_rms is None or d.worst_row is None for d in differences):
+        raise WorkbenchError(
+            "eager as served gives outputs that are not finite on random inputs, so nothing can be compared; check "
+            "the weights"
+        )
+    return max(d.relative_rms or 0.0 for d in differences), max(d.worst_row or 0.0 for d in differences)
+
+
+def noise_grids(budgets: Sequence[int], merge: int) -> list[list[Grid]]:
+    """Return calls of a dozen items from one token to the largest budget, square and long."""
+    from workbench.encoder.parity.scenarios import near_square
+
+    largest, smallest = max(budgets), min(budgets)
+    sizes = [[1, smallest, max(2, smallest // 2)], [largest], [max(1, largest // 2), max(1, largest // 4), 3]]
+    calls = [[near_square(tokens, merge) for tokens in call] for call in sizes]
+    calls.append([(1, merge, merge * smallest), (1, merge * smallest, merge)])
+    return calls
+
+
+@contextmanager
+def open_lab(options: SessionOptions, configuration: Configuration, *, seed: int = 0) -> Iterator[Lab]:
+    """Open a session, capture its graphs and measure its noise floor against the same encoder in float32.
+
+    Raises:
+        WorkbenchError: see `session.open_session`; a session that is float32 itself.
+    """
+    if options.dtype == "float32":
+        raise WorkbenchError("float32 is the lab's own reference; observe bfloat16 or float16")
+    with ExitStack() as stack:
+        session = stack.enter_context(open_session(options, configuration))
+        if session.facts.width <= SMALL_WIDTH and session.device.type == "cpu":
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
+        lab = Lab(session, seed)
+        lab.capture()
+        calls = [lab.inputs(grids) for grids in noise_grids(lab.budgets, session.facts.merge)]
+        exact = dataclasses.replace(
+            options, dtype="float32", attention_backend="TORCH_SDPA" if lab.cuda else options.attention_backend
+        )
+        with open_session(exact, configuration) as reference:
+            lab.measure_noise(reference, calls)
+        lab.restart_inputs()
+        yield lab

@@ -1,0 +1,293 @@
+"""What the parity lab found: the stored form, readable without torch.
+
+    RUN/parity.json   this schema, beside or without a run.json
+
+The lab itself is `workbench.encoder.parity`; figures are in `workbench.views.parity`.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from workbench.decision import ProxyFlips
+from workbench.errors import WorkbenchError
+from workbench.files import read_json
+from workbench.run import ConfigRecord, Environment, ModelRecord, Record, Replay
+
+SCHEMA_VERSION = 1
+PARITY_FILE = "parity.json"
+
+# Worst first. `hazard`: outputs agree, but something was seen that another input or kernel turns into a mismatch.
+Status = Literal["error", "mismatch", "hazard", "within_noise", "equal", "not_tested"]
+STATUSES: tuple[Status, ...] = ("error", "mismatch", "hazard", "within_noise", "equal", "not_tested")
+Severity = Literal["mismatch", "hazard"]
+
+# The part of the encoder or its manager that a finding points at, in the order in which data passes through them.
+# When one fault shows in several, the first is the suspect.
+SUSPECTS: dict[str, str] = {
+    "inputs": "the arms were given different inputs",
+    "weights": "the weights changed between the arms",
+    "budget": "choice of the token budget, or graphs never used",
+    "selection": "choice and order of the items of one replay",
+    "pixel_values": "copy of the pixel rows into the replay buffer",
+    "positions": "rotary or position embeddings in the replay buffer",
+    "cu_seqlens": "sequence offsets in the replay buffer, padding included",
+    "max_seqlen": "longest sequence baked into the graph at capture",
+    "padding": "rows behind the valid ones in an input buffer are not zero",
+    "patch_embed": "patch embedding and what precedes the first block",
+    "attention": "attention of a block",
+    "mlp": "MLP of a block",
+    "blocks": "residual path or output of a block",
+    "head": "what follows the last block inside the graph",
+    "replay": "the graph's replay: baked values, captured addresses, memory written by others",
+    "postprocess": "splitting, resampling and ordering of a replay's rows",
+    "output": "an output that a later call overwrites",
+    "fallback": "the eager fallback of an item above the largest budget",
+}
+
+
+class Difference(Record, frozen=True):
+    """One item's output against its reference, both (tokens, width).
+
+    Attributes:
+        relative_rms: RMS of the difference over the RMS of the reference.
+        worst_row: the largest row RMS of the difference over the RMS of the whole reference.
+        min_cosine: smallest cosine between two rows; informative only, no verdict rests on it.
+        None where a value is not finite.
+    """
+
+    tokens: int
+    bit_equal: bool
+    finite: bool
+    max_abs: float | None
+    relative_rms: float | None
+    worst_row: float | None
+    min_cosine: float | None
+
+
+class Noise(Record, frozen=True):
+    """What rounding alone does to these inputs: the yardstick of every verdict.
+
+    Attributes:
+        composition_rms, composition_worst_row: eager as served, items together against each alone; worst item.
+        reference_rms, reference_worst_row: eager as served against the same encoder in float32; worst item.
+        graph_reference_rms: graph against float32; worst item. As far from the truth as eager, if all is well.
+        limit_rms, limit_worst_row: `factor` times the larger floor; beyond it is a mismatch.
+    """
+
+    items: int
+    composition_rms: float
+    composition_worst_row: float
+    reference_rms: float
+    reference_worst_row: float
+    graph_reference_rms: float | None
+    factor: float
+    limit_rms: float
+    limit_worst_row: float
+
+
+class Visibility(Record, frozen=True):
+    """Whether these weights can show a fault: relative RMS of two grave faults, and over the noise floor."""
+
+    attention_removed: float
+    rotary_swapped: float
+    attention_ratio: float
+    rotary_ratio: float
+
+
+class Finding(Record, frozen=True):
+    """One thing that is not as it must be. `suspect` is a key of `SUSPECTS`."""
+
+    suspect: str
+    severity: Severity
+    scenario: str
+    budget: int | None
+    message: str
+    defect: str | None = None  # a defect of docs/defects.md such as "D6"
+
+
+class ItemResult(Record, frozen=True):
+    """One item of one call in one scenario: graph against eager as served, and eager on the padded buffers."""
+
+    scenario: str
+    budget: int | None
+    call: int
+    item: int
+    modality: Literal["image", "video"]
+    grid: tuple[int, int, int]
+    status: Status
+    graph: Difference
+    padded: Difference | None
+
+
+class Cell(Record, frozen=True):
+    """One scenario at one budget; `budget` None is a scenario that spans budgets.
+
+    Attributes:
+        ratio: worst relative RMS or worst row over its limit; above 1 is a mismatch. None when nothing is finite.
+        reason: why it was not tested, or the error.
+    """
+
+    scenario: str
+    budget: int | None
+    status: Status
+    calls: int = 0
+    items: int = 0
+    bit_equal: int = 0
+    ratio: float | None = None
+    worst: Difference | None = None
+    reason: str = ""
+
+
+class Stage(Record, frozen=True):
+    """Output of one module, graph path against eager as served.
+
+    Attributes:
+        relative_rms, worst_row, finite: on the valid rows.
+        padded_max_abs, padded_finite: on the rows behind them, None when there are none.
+    """
+
+    name: str
+    relative_rms: float | None
+    worst_row: float | None
+    finite: bool
+    padded_max_abs: float | None
+    padded_finite: bool | None
+
+
+class Bisection(Record, frozen=True):
+    """Where two arms part.
+
+    Attributes:
+        arms: "padded" (eager on the padded buffers, by hooks) or "graph" (by capturing prefixes of the blocks).
+        first: first stage beyond the limit, None when there is none.
+        rows: where it starts.
+    """
+
+    scenario: str
+    budget: int
+    arms: Literal["padded", "graph"]
+    first: str | None
+    rows: Literal["valid", "padded"] | None
+    stages: list[Stage]
+
+
+class FaultResult(Record, frozen=True):
+    """One planted fault.
+
+    Attributes:
+        needs: "cpu" (any machine) or "cuda".
+        expected: suspects of which one must be named.
+        status: "caught" needs a finding and the right suspect; "misnamed" is a finding with another one.
+        scenarios: which found it.
+        ratio: worst output over its limit; below 1 the fault was seen in the buffers, not in the outputs. None when an
+            output was not finite or of another shape, or a call failed.
+    """
+
+    fault: str
+    title: str
+    model: str
+    needs: Literal["cpu", "cuda"]
+    expected: list[str]
+    status: Literal["caught", "misnamed", "missed", "not_tested"]
+    suspect: str | None = None
+    severity: Severity | None = None
+    scenarios: list[str] = []
+    ratio: float | None = None
+    message: str = ""
+
+
+class CleanRuns(Record, frozen=True):
+    """Random workloads on the unchanged code: a finding there is a false alarm."""
+
+    workloads: int
+    items: int
+    false_alarms: int
+    worst_ratio: float
+    seed: int
+
+
+class Parity(Record, frozen=True):
+    """A whole session of the lab. Fingerprints are SHA-256 over all weights, and over all inputs in order."""
+
+    schema_version: int
+    workbench: str
+    created: str  # ISO 8601, UTC
+    name: str
+    replay: Replay
+    environment: Environment
+    model: ModelRecord
+    config: ConfigRecord
+    inputs_fingerprint: str
+    seed: int
+    noise: Noise
+    visibility: Visibility
+    cells: list[Cell]
+    items: list[ItemResult]
+    findings: list[Finding]
+    bisections: list[Bisection]
+    proxy: ProxyFlips | None
+    faults: list[FaultResult]
+    clean: CleanRuns | None
+    not_tested: list[str]
+    seconds: float
+    notes: list[str] = []
+
+    @property
+    def mismatched(self) -> bool:
+        """The graph changes what the model sees, or fails."""
+        return any(cell.status in ("error", "mismatch") for cell in self.cells)
+
+
+def suspect_of(findings: list[Finding]) -> Finding | None:
+    """Return the finding to look at first: mismatches before hazards, then the order of `SUSPECTS`."""
+    order = list(SUSPECTS)
+    return min(findings, key=lambda f: (f.severity != "mismatch", order.index(f.suspect)), default=None)
+
+
+def worst_status(statuses: list[Status]) -> Status:
+    """Return the worst of `statuses`, "not_tested" for none; what was not tested never hides what was."""
+    tested = [status for status in statuses if status != "not_tested"]
+    return min(tested, key=STATUSES.index, default="not_tested")
+
+
+def read_parity(folder: Path) -> Parity:
+    """Read `folder/parity.json`.
+
+    Raises:
+        WorkbenchError: none there, or one of another schema version.
+    """
+    path = folder / PARITY_FILE
+    if not path.is_file():
+        raise WorkbenchError(f"{folder} holds no {PARITY_FILE}; make one with `workbench parity --out {folder}`")
+    version = read_json(path, dict).get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise WorkbenchError(
+            f"{path} has schema version {version!r}; this workbench reads {SCHEMA_VERSION}, so measure again"
+        )
+    return read_json(path, Parity)
+
+
+def check_same_arms(a: "Parity", b: "Parity") -> None:
+    """Refuse to compare two parity runs that differ in more than the code under test.
+
+    Raises:
+        WorkbenchError: another model, weights, inputs or seed.
+    """
+    pairs = {
+        "model": (a.model.key, b.model.key),
+        "weights": (a.model.weights_fingerprint, b.model.weights_fingerprint),
+        "inputs": (a.inputs_fingerprint, b.inputs_fingerprint),
+        "seed": (a.seed, b.seed),
+    }
+    for name, (left, right) in pairs.items():
+        if left != right:
+            raise WorkbenchError(
+                f"{a.name} and {b.name} have another {name} ({left!r} and {right!r}); run both with the same"
+            )
+
+
+def encode(parity: Parity) -> bytes:
+    """Return the JSON of `parity`, indented."""
+    return msgspec.json.format(msgspec.json.encode(parity), indent=1) + b"\n"
