@@ -453,7 +453,7 @@ class _Recorder:
             return
         inputs = {call: self.inputs(call) for call in calls}
         span = spans(self.session.device.type == "cuda")
-        file = f"traces/{arm}.{'+'.join(activities)}.json.gz"
+        file = f"traces/{arm}.{'-'.join(activities)}.json.gz"
         # With every operator a trace is large and disturbed: it explains one repeat, the other set shows several.
         repeats = 1 if {"cpu", "cuda"} <= set(activities) else self.repeats.profiled
         record = TraceFile(file=file, arm=arm, activities=list(activities), repeats=repeats, window=CALL_RANGE)
