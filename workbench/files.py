@@ -108,9 +108,7 @@ def read_json(path: Path, kind: type[T], limit: int = 64 * 2**20) -> T:
     try:
         size = path.stat().st_size
         if size > limit:
-            raise WorkbenchError(
-                f"{path} has {size:,} bytes, more than the {limit:,} this kind of file may have"
-            )
+            raise WorkbenchError(f"{path} has {size:,} bytes, more than the {limit:,} this kind of file may have")
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
         raise WorkbenchError(f"cannot read {path}: {error.strerror or error}") from error
