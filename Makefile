@@ -17,7 +17,7 @@ lab: setup  ## open the notebooks in JupyterLab
 
 test:  ## every test and, by nbval, every notebook, in one pytest run
 	@$(SETUP) --browser
-	@$(BIN)/python -m pytest tests notebooks --nbval --nbval-current-env \
+	@$(BIN)/python -m pytest tests $(wildcard notebooks) --nbval --nbval-current-env \
 		--nbval-sanitize-with tests/nbval.cfg --nbval-cell-timeout 300
 
 lint: setup

@@ -1,6 +1,7 @@
 """The report: notebooks run as copies, one page without network, failures named; the theme's outputs."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -99,7 +100,6 @@ def test_a_failed_cell_is_named_and_the_rest_is_written(made: tuple[Path, subpro
     folder, done = made
     assert done.returncode == 1
     assert "02_bad.ipynb: cell 3 failed with ZeroDivisionError: division by zero" in done.stderr
-    assert "03_last.ipynb, cell 2 of 2" in done.stderr or "writing the page" in done.stderr
     assert sorted(path.name for path in (folder / "report").iterdir()) == ["index.html", "summary.json"]
     page = html_of(folder)
     assert "The 1 cells after it were not run" in page
@@ -229,15 +229,30 @@ def test_a_kernel_that_dies_and_a_cell_that_hangs_end_their_notebook_only(
         write_notebook(tmp_path / "hangs.ipynb", ["import time\ntime.sleep(60)", "1"]),
         write_notebook(tmp_path / "works.ipynb", ["1"]),
     ]
-    dies, hangs, works = make_report(paths, tmp_path / "out").notebooks
+    seen: list[tuple[str, float]] = []
+    summary = make_report(paths, tmp_path / "out", lambda what, share: seen.append((what, share)))
+    dies, hangs, works = summary.notebooks
     assert dies.failure == CellFailure(cell=1, error="DeadKernelError", message="the notebook's process died")
     assert hangs.failure == CellFailure(cell=1, error="CellTimeoutError", message="the cell ran for more than 3 s")
     assert works.failure is None
-    assert summary_of_folder(tmp_path / "out").passed is False
+    assert not msgspec.json.decode((tmp_path / "out" / "summary.json").read_bytes(), type=Summary).passed
+    assert [what for what, _ in seen] == [
+        "dies.ipynb, cell 1 of 2",
+        "hangs.ipynb, cell 1 of 2",
+        "works.ipynb, cell 1 of 1",
+        "writing the page",
+    ]
+    assert [share for _, share in seen] == sorted(share for _, share in seen)
 
 
-def summary_of_folder(out: Path) -> Summary:
-    return msgspec.json.decode((out / "summary.json").read_bytes(), type=Summary)
+@pytest.mark.parametrize("last", ["1", "1 / 0"])
+def test_no_kernel_stays_behind(tmp_path: Path, last: str) -> None:
+    path = write_notebook(tmp_path / "pid.ipynb", ["import os\nprint(os.getpid())", last])
+    done = report.execute(path, report.read_notebook(path))
+    process = int(done.notebook.cells[0].outputs[0].text)
+    assert process != os.getpid()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
 
 
 def test_bad_input_is_refused_before_anything_runs(tmp_path: Path) -> None:
@@ -314,7 +329,7 @@ def test_the_same_figure_gives_the_same_output() -> None:
 
 def test_figures_take_the_theme_by_default() -> None:
     assert go.Figure().layout.template.layout.colorway == theme.COLORWAY
-    assert set(theme.ARM_COLORS) == set(theme.ARM_TITLES) == set(ARMS)
+    assert set(theme.ARM_COLORS) == set(ARMS)
     assert set(theme.ARM_COLORS.values()) <= set(theme.COLORWAY)
 
 

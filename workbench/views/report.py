@@ -225,7 +225,7 @@ def execute(path: Path, notebook: Any, step: Callable[[int, int], None] = lambda
             on_cell_start=on_start,
         )
         try:
-            client.execute()
+            client.execute(cleanup_kc=True)  # also ends the kernel's process
         except CellExecutionError as error:
             failure = CellFailure(cell=current, error=error.ename, message=error.evalue)
         except DeadKernelError:
