@@ -227,7 +227,8 @@ class Parity(Record, frozen=True):
     items: list[ItemResult]
     findings: list[Finding]
     bisections: list[Bisection]
-    proxy: ProxyFlips | None
+    proxy: ProxyFlips | None  # graph against eager as served; None when the graph failed
+    proxy_noise: ProxyFlips | None  # eager as served, items together against each alone
     faults: list[FaultResult]
     clean: CleanRuns | None
     not_tested: list[str]

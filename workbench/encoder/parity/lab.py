@@ -94,6 +94,7 @@ class Lab:
         session: the session; its manager is the one under observation.
         noise: set by `measure_noise`.
         baked: token budget -> the `max_seqlen` that was captured; no entry where the model gives none.
+        digest: when set, takes in the fingerprint of every observed call.
     """
 
     def __init__(self, session: EncoderSession, seed: int = 0) -> None:
@@ -101,6 +102,7 @@ class Lab:
         self.seed = seed
         self.noise: Noise | None = None
         self.baked: dict[int, int] = {}
+        self.digest: Any = None
         self._seeds = itertools.count(seed + 1)
 
     # What the session is made of -----------------------------------------------------------------------------------
@@ -173,13 +175,15 @@ class Lab:
             yield
 
     def new_manager(self, configuration: Configuration | None = None) -> Any:
-        """Return another manager over the same weights, nothing captured yet."""
-        return type(self.manager)(
-            engine.manager_config(self.session.vllm_config, configuration or self.session.configuration),
-            self.session.device,
-            self.session.dtype,
-            self.model,
-        )
+        """Return another manager over the same weights, nothing captured yet.
+
+        Args:
+            configuration: None is that of the manager under observation.
+        """
+        config = self.manager.vllm_config
+        if configuration is not None:
+            config = engine.manager_config(self.session.vllm_config, configuration)
+        return type(self.manager)(config, self.session.device, self.session.dtype, self.model)
 
     @contextmanager
     def using(self, manager: Any) -> Iterator[None]:
@@ -239,6 +243,8 @@ class Lab:
 
         if not isinstance(call, EncoderInputs):
             call = self.inputs(call)
+        if self.digest is not None:
+            self.digest.update(call.fingerprint().encode())
         # vLLM never calls an encoder without items; only the manager is asked to.
         served = self.session.eager_served(call) if call.grids else []
         outputs: list[torch.Tensor] = []
