@@ -370,14 +370,22 @@ def test_gpu_times_are_read_late_and_in_order(
     recorder = Recorder(tmp_path / "l", 10**6)
     patch(vllm_like, recorder)
     runner = vllm_like["runner"](device="cuda")
-    for _ in range(3):
+    for _ in range(2):
         runner.execute_mm_encoder(IMAGES)
     assert read_ledger(tmp_path / "l").calls == []
     monkeypatch.setattr(Event, "complete", True)
-    runner.execute_mm_encoder(IMAGES[:1])
-    assert [line.gpu_us for line in read_ledger(tmp_path / "l").calls] == [1500.0] * 3
+    runner.execute_mm_encoder(IMAGES[:1])  # complete before the next call begins, so it is written at once
+    assert [(line.gpu_us, len(line.groups[0].tokens)) for line in read_ledger(tmp_path / "l").calls] == [
+        (1500.0, 3),
+        (1500.0, 3),
+        (1500.0, 1),
+    ]
+    monkeypatch.setattr(Event, "complete", False)
+    runner.execute_mm_encoder(IMAGES[:2])
+    assert len(read_ledger(tmp_path / "l").calls) == 3
+    monkeypatch.setattr(Event, "complete", True)
     recorder.close()
-    assert [len(line.groups[0].tokens) for line in read_ledger(tmp_path / "l").calls] == [3, 3, 3, 1]
+    assert len(read_ledger(tmp_path / "l").calls[-1].groups[0].tokens) == 2
 
 
 def test_events_that_never_complete_do_not_pile_up(

@@ -181,8 +181,7 @@ class Recorder:
         if error is not None:
             call.events = None  # a failed CUDA call may leave them unusable
         self._pending.append(call)
-        if call.events is None:
-            self._drain()
+        self._drain()
 
     @_safe
     def group(self, modality: str, items: int, mm_kwargs: dict[str, Any]) -> None:
