@@ -21,7 +21,6 @@ import plotly.graph_objects as go
 import plotly.io as pio
 from plotly.offline import get_plotlyjs_version
 
-from workbench.run import ARM_TITLES as ARM_TITLES
 from workbench.run import Arm
 
 TEMPLATE = "workbench"
