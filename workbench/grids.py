@@ -8,12 +8,15 @@ All arithmetic is the same sequence of IEEE double operations; `numpy.rint` roun
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from workbench.errors import WorkbenchError
+from workbench.files import read_json
 from workbench.models import Modality, ModelFacts, SizeLimits
 
 Ints = npt.NDArray[np.int64]
@@ -110,12 +113,8 @@ def _resize_clamped(width: Reals, height: Reals, factor: int, limits: SizeLimits
     down = np.sqrt((height * width) / limits.max_pixels)
     up = np.sqrt(limits.min_pixels / (height * width))
     large, small = area > limits.max_pixels, area < limits.min_pixels
-    new_width = np.select(
-        [large, small], [_floor(width / down, factor), _ceil(width * up, factor)], new_width
-    )
-    new_height = np.select(
-        [large, small], [_floor(height / down, factor), _ceil(height * up, factor)], new_height
-    )
+    new_width = np.select([large, small], [_floor(width / down, factor), _ceil(width * up, factor)], new_width)
+    new_height = np.select([large, small], [_floor(height / down, factor), _ceil(height * up, factor)], new_height)
     area = new_width * new_height
     return _resized(new_width, new_height, refused, (area < limits.min_pixels) | (area > limits.max_pixels))
 
@@ -209,6 +208,58 @@ def to_grids(sizes: Sizes, facts: ModelFacts) -> Grids:
     return Grids(grids, tokens, refused, failed)
 
 
+def with_limits(facts: ModelFacts, folder: Path) -> ModelFacts:
+    """Return `facts` with the pixel limits of a checkpoint's own processor, which may differ from the
+    model's.
+
+    Reads `size` of preprocessor_config.json (images), video_preprocessor_config.json (videos), or both parts
+    of processor_config.json: `shortest_edge` and `longest_edge`, or `min_pixels` and `max_pixels`, all areas.
+
+    A part that sets none keeps the model's.
+
+    Raises:
+        WorkbenchError: no such file in the folder, or limits that are no areas.
+    """
+    both = _json_object(folder / "processor_config.json")
+    limits = dict(facts.limits)
+    for modality, part, file in (
+        ("image", "image_processor", "preprocessor_config.json"),
+        ("video", "video_processor", "video_preprocessor_config.json"),
+    ):
+        areas = _areas(_json_object(folder / file) or both.get(part), f"{folder}, {modality}s")
+        if areas is not None and modality in limits:
+            limits[modality] = replace(limits[modality], min_pixels=areas[0], max_pixels=areas[1])
+    if limits == facts.limits and not both and not _json_object(folder / "preprocessor_config.json"):
+        raise WorkbenchError(
+            f"{folder} has neither preprocessor_config.json nor processor_config.json; give a checkpoint's folder"
+        )
+    return replace(facts, limits=limits)
+
+
+def _areas(config: object, where: str) -> tuple[int, int] | None:
+    """Return least and most pixels of a processor's configuration, None where it sets none."""
+    if not isinstance(config, dict):
+        return None
+    size = config.get("size")
+    source: dict[str, object] = size if isinstance(size, dict) else config
+    least, most = (
+        source.get("shortest_edge", source.get("min_pixels")),
+        source.get("longest_edge", source.get("max_pixels")),
+    )
+    if least is None and most is None:
+        return None
+    if not isinstance(least, int) or not isinstance(most, int) or not 0 < least <= most:
+        raise WorkbenchError(
+            f"{where}: limits of {least!r} to {most!r} pixels are no areas; correct the processor's size"
+        )
+    return least, most
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """Return a JSON file's object, empty where there is no file."""
+    return read_json(path, dict, limit=2**20) if path.is_file() else {}
+
+
 def largest_image(facts: ModelFacts) -> int:
     """Return the output tokens of the largest image the rule can make (vLLM's `get_max_image_tokens`)."""
     return int(to_grids(np.array([[HUGE, HUGE, 1]], np.int32), facts).tokens[0])
@@ -241,7 +292,5 @@ def check_sizes(sizes: npt.NDArray[np.generic], where: Callable[[int], str]) -> 
             raise WorkbenchError(f"{where(row)} {problem}{more}; correct the data")
     if len(values) and values.prod(axis=1).max() > MAX_PIXELS:
         row = int(values.prod(axis=1).argmax())
-        raise WorkbenchError(
-            f"{where(row)} has more than {MAX_PIXELS:.0e} pixels over all frames; correct the data"
-        )
+        raise WorkbenchError(f"{where(row)} has more than {MAX_PIXELS:.0e} pixels over all frames; correct the data")
     return values.astype(np.int32)

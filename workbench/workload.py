@@ -60,7 +60,9 @@ class Workload:
 
     @cached_property
     def frames(self) -> Ints:
-        """int64 [N], grid t of each item: the attention sequences a captured `cu_seqlens` counts per item."""
+        """int64 [N], attention sequences of each item in a captured `cu_seqlens`: grid t, or 1 for a whole item."""
+        if model_facts(self.model).sequences == "item":
+            return np.ones(self.items, np.int64)
         return self.grids[:, 0].astype(np.int64)
 
     @cached_property

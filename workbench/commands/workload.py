@@ -27,6 +27,9 @@ def workload(
         ),
     ] = "",
     model: Annotated[str, typer.Option(help="Whose resize rule makes tokens of sizes.")] = "ernie45_vl",
+    processor: Annotated[
+        Path | None, typer.Option(help="A checkpoint's folder, to take its processor's pixel limits.")
+    ] = None,
     grouping: Annotated[
         str,
         typer.Option(
@@ -63,6 +66,7 @@ def workload(
     import msgspec
 
     from workbench.files import write_bytes
+    from workbench.grids import with_limits
     from workbench.models import model_facts
     from workbench.random_mm import RandomMM, parse_limit
     from workbench.sources import Options, load_workload
@@ -72,7 +76,8 @@ def workload(
         _list_presets(as_json)
         return
     setting = RandomMM({}, requests, base_items, range_ratio, parse_limit(limit), seed)
-    loaded = load_workload(source, model_facts(model), Options(setting, clamp, skip_bad))
+    facts = model_facts(model) if processor is None else with_limits(model_facts(model), processor)
+    loaded = load_workload(source, facts, Options(setting, clamp, skip_bad))
     scheduler = Scheduler(
         rate=rate,
         step_ms=step_ms,
