@@ -102,7 +102,7 @@ def test_a_failed_cell_is_named_and_the_rest_is_written(made: tuple[Path, subpro
     assert "02_bad.ipynb: cell 3 failed with ZeroDivisionError: division by zero" in done.stderr
     assert sorted(path.name for path in (folder / "report").iterdir()) == ["index.html", "summary.json"]
     page = html_of(folder)
-    assert "The 1 cells after it were not run" in page
+    assert "Cells after it, not run: 1." in page
     assert "never reached" not in page
     assert ">42<" in page
 

@@ -88,7 +88,7 @@ class PageWriter:
                 rest = len(notebook.cells) - number
                 part.cells.append(
                     f'<p class="failure">Cell {number} failed with {html.escape(failure.error)}: '
-                    f"{html.escape(failure.message[:500])} The {rest} cells after it were not run.</p>"
+                    f"{html.escape(failure.message[:500])}. Cells after it, not run: {rest}.</p>"
                 )
                 break
         return part
