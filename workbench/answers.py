@@ -74,9 +74,7 @@ def read_answers(path: Path) -> Answers:
             continue
         answer = _answer(path, number, line)
         if answer.sample in samples:
-            raise WorkbenchError(
-                f"{path} line {number} repeats sample {answer.sample!r}; give each sample once"
-            )
+            raise WorkbenchError(f"{path} line {number} repeats sample {answer.sample!r}; give each sample once")
         samples[answer.sample] = answer
     if not samples:
         raise WorkbenchError(f"{path} holds no answers; give one JSON object per line and sample")
@@ -121,9 +119,7 @@ def compare_correctness(
     shared = set.intersection(*(set(answer.metrics) for answer in answers))
     if metric is None:
         if len(shared) > 1:
-            raise WorkbenchError(
-                f"{a.path} holds several 0/1 metrics ({', '.join(sorted(shared))}); name one"
-            )
+            raise WorkbenchError(f"{a.path} holds several 0/1 metrics ({', '.join(sorted(shared))}); name one")
         if not shared:
             return None
         metric = next(iter(shared))
@@ -157,9 +153,7 @@ def compare_results(path_a: Path, path_b: Path, *, target_delta: float = 0.01) -
             )
         samples = _sample_count(a, task)
         deltas += [
-            benchmark_delta(
-                task, metric, metrics[metric], others[metric], samples=samples, target_delta=target_delta
-            )
+            benchmark_delta(task, metric, metrics[metric], others[metric], samples=samples, target_delta=target_delta)
             for metric in metrics
         ]
     if not deltas:
@@ -189,8 +183,7 @@ def _answer(path: Path, number: int, line: dict[str, Any]) -> Answer:
         raise WorkbenchError(f"{path} line {number} has no `id` or `doc_id`; name the sample of each answer")
     tokens = line.get("token_ids")
     if tokens is not None and not (
-        isinstance(tokens, list)
-        and all(isinstance(token, int) and not isinstance(token, bool) for token in tokens)
+        isinstance(tokens, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in tokens)
     ):
         raise WorkbenchError(f"{path} line {number}: `token_ids` must be a list of integers")
     text = next((line[key] for key in ("text", "filtered_resps", "resps") if key in line), None)
@@ -222,16 +215,12 @@ def _logprobs(path: Path, number: int, value: object) -> list[dict[str, float]] 
     try:
         positions = msgspec.convert(value, list[dict[str, float | dict[str, Any]]])
         return [
-            {
-                token: float(entry["logprob"] if isinstance(entry, dict) else entry)
-                for token, entry in position.items()
-            }
+            {token: float(entry["logprob"] if isinstance(entry, dict) else entry) for token, entry in position.items()}
             for position in positions
         ]
     except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
         raise WorkbenchError(
-            f"{path} line {number}: `top_logprobs` must be a list with token -> logprob per position "
-            f"({error})"
+            f"{path} line {number}: `top_logprobs` must be a list with token -> logprob per position ({error})"
         ) from error
 
 
@@ -252,16 +241,12 @@ def _check_same_study(a: Answers, b: Answers) -> None:
     for sample, left in a.samples.items():
         right = b.samples[sample]
         if left.inputs != right.inputs:
-            raise WorkbenchError(
-                f"sample {sample!r} has other inputs in {b.path} than in {a.path}; give both the same"
-            )
+            raise WorkbenchError(f"sample {sample!r} has other inputs in {b.path} than in {a.path}; give both the same")
 
 
 def _difference(a: Answer, b: Answer, near_tie_nats: float) -> FirstDifference | None:
     if (a.tokens is None) != (b.tokens is None) and (a.text is None or b.text is None):
-        raise WorkbenchError(
-            f"sample {a.sample!r} has tokens in one arm and text in the other; give both the same"
-        )
+        raise WorkbenchError(f"sample {a.sample!r} has tokens in one arm and text in the other; give both the same")
     if a.tokens is None or b.tokens is None:
         left, right = a.text or "", b.text or ""
         at = first_difference(left, right)
@@ -302,9 +287,7 @@ def _check_same_evaluation(path_a: Path, a: dict[str, Any], path_b: Path, b: dic
     for path, content in ((path_a, a), (path_b, b)):
         results = content.get("results")
         if not isinstance(results, dict) or not all(isinstance(values, dict) for values in results.values()):
-            raise WorkbenchError(
-                f"{path} has no `results` per task; give the results JSON that lmms-eval writes"
-            )
+            raise WorkbenchError(f"{path} has no `results` per task; give the results JSON that lmms-eval writes")
     tasks_a, tasks_b = set(a["results"]), set(b["results"])
     if tasks_a != tasks_b:
         raise WorkbenchError(
@@ -330,12 +313,7 @@ def _metrics(path: Path, task: str, values: dict[str, Any]) -> dict[str, tuple[f
     metrics = {}
     for key, value in values.items():
         name, _, suffix = key.partition(",")
-        if (
-            name.endswith("_stderr")
-            or isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not suffix
-        ):
+        if name.endswith("_stderr") or isinstance(value, bool) or not isinstance(value, int | float) or not suffix:
             continue
         error = values.get(f"{name}_stderr,{suffix}")
         if isinstance(error, bool) or not isinstance(error, int | float):

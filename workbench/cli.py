@@ -18,6 +18,7 @@ GROUPS: tuple[str, ...] = (
     "env",
     "report",
     "bundle",
+    "parity",
 )
 
 app = typer.Typer(

@@ -180,9 +180,7 @@ def binomial_interval(successes: int, n: int, confidence: float = 0.95) -> Inter
         WorkbenchError: counts that cannot be, or a confidence outside 0..1.
     """
     if not 0 <= successes <= n or n == 0:
-        raise WorkbenchError(
-            f"{successes} of {n} is not a share; give 0 <= successes <= samples, samples >= 1"
-        )
+        raise WorkbenchError(f"{successes} of {n} is not a share; give 0 <= successes <= samples, samples >= 1")
     _check_confidence(confidence)
     tail = (1 - confidence) / 2
 
@@ -227,8 +225,7 @@ def paired_accuracy(
     """
     if len(right_a) != len(right_b) or not right_a:
         raise WorkbenchError(
-            f"{len(right_a)} and {len(right_b)} judged samples cannot be paired; give the same samples in "
-            "both arms"
+            f"{len(right_a)} and {len(right_b)} judged samples cannot be paired; give the same samples in both arms"
         )
     n = len(right_a)
     both = sum(a and b for a, b in zip(right_a, right_b, strict=True))
@@ -273,9 +270,7 @@ def sigmas(a: float, stderr_a: float, b: float, stderr_b: float) -> float:
         )
     error = math.hypot(stderr_a, stderr_b)
     if error == 0:
-        raise WorkbenchError(
-            "both standard errors are 0, so no difference can be judged; give per-sample answers"
-        )
+        raise WorkbenchError("both standard errors are 0, so no difference can be judged; give per-sample answers")
     return abs(b - a) / error
 
 
@@ -292,9 +287,7 @@ def unpaired_sample_size(delta: float, share: float, *, alpha: float = 0.05, pow
         )
     z_alpha, z_power = _quantiles(alpha, power)
     mean = (share + other) / 2
-    spread = z_alpha * math.sqrt(2 * mean * (1 - mean)) + z_power * math.sqrt(
-        share * (1 - share) + other * (1 - other)
-    )
+    spread = z_alpha * math.sqrt(2 * mean * (1 - mean)) + z_power * math.sqrt(share * (1 - share) + other * (1 - other))
     return math.ceil((spread / delta) ** 2)
 
 
@@ -380,9 +373,7 @@ def flips(reference: Floats, other: Floats) -> tuple[NDArray[np.bool_], Floats, 
     if reference.shape[1] < 2:
         raise WorkbenchError("a decision needs at least two classes")
     if not (np.isfinite(reference).all() and np.isfinite(other).all()):
-        raise WorkbenchError(
-            "scores hold NaN or infinity, so no decision can be read; see the parity matrix instead"
-        )
+        raise WorkbenchError("scores hold NaN or infinity, so no decision can be read; see the parity matrix instead")
     rows = np.arange(reference.shape[0])
     first, chosen = reference.argmax(axis=1), other.argmax(axis=1)
     top = reference[rows, first]
@@ -411,6 +402,62 @@ def proxy_flips(reference: Floats, other: Floats, *, classes: int = 512, seed: i
         flips=int(changed.sum()),
         flip_margins=[float(x) for x in (gaps / spread)[changed]],
         median_margin=float(np.median(margins / spread)) if changed.size else 0.0,
+    )
+
+
+def agreement_sentence(result: Agreement) -> str:
+    """Say what two sets of answers show."""
+    interval = result.identical_interval
+    share = (
+        f"{result.identical} of {result.samples} answers are identical ({result.identical_share:.1%}; "
+        f"{interval.confidence:.0%} interval {interval.low:.1%} to {interval.high:.1%})"
+    )
+    if result.identical == result.samples:
+        return f"{share}."
+    parts = []
+    if result.near_ties:
+        parts.append(f"{result.near_ties} part at a near tie (within {result.near_tie_nats:g} nats)")
+    if result.decided:
+        parts.append(f"{result.decided} where the answer was decided, which rounding does not explain")
+    if result.unknown:
+        parts.append(f"{result.unknown} without logprobs, so whether they were near ties is unknown")
+    return f"{share}. Of those that differ, {'; '.join(parts)}."
+
+
+def paired_sentence(result: PairedAccuracy) -> str:
+    """Say what the same questions, judged in both arms, show."""
+    changed = (
+        f"Accuracy {result.accuracy_a:.2%} and {result.accuracy_b:.2%} on {result.samples} samples: {result.only_a} "
+        "only "
+        f"right with the first, {result.only_b} only with the second"
+    )
+    if not result.only_a + result.only_b:
+        return f"{changed}, so nothing changed."
+    needed = (
+        f"; {result.samples_needed:,} samples would show a change of {result.target_delta:.1%}"
+        if result.samples_needed
+        else ""
+    )
+    return (
+        f"{changed}; exact McNemar p = {result.p_value:.3g}, change {result.delta_low:+.2%} to "
+        f"{result.delta_high:+.2%} "
+        f"({result.confidence:.0%}){needed}."
+    )
+
+
+def benchmark_sentence(result: BenchmarkDelta) -> str:
+    """Say what one metric with standard errors shows, and what it could have shown."""
+    needed = (
+        f"; a change of {result.target_delta:.1%} would need {result.samples_needed:,} independent samples per arm"
+        if result.samples_needed
+        else ""
+    )
+    count = f" on {result.samples:,} samples" if result.samples else ""
+    return (
+        f"{result.task} {result.metric}{count}: {result.a:.4f} ± {result.stderr_a:.4f} and "
+        f"{result.b:.4f} ± {result.stderr_b:.4f}, {result.sigma:.2f} sigma apart (p = {result.p_value:.2g}). These "
+        "errors show "
+        f"a true change of {result.detectable_delta:.4f} four times in five{needed}."
     )
 
 

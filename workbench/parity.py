@@ -12,8 +12,8 @@ import msgspec
 
 from workbench.decision import ProxyFlips
 from workbench.errors import WorkbenchError
-from workbench.files import read_json
-from workbench.run import ConfigRecord, Environment, ModelRecord, Record, Replay
+from workbench.files import read_json, write_bytes
+from workbench.run import RECORDINGS, ConfigRecord, Environment, ModelRecord, Record, Replay
 
 SCHEMA_VERSION = 1
 PARITY_FILE = "parity.json"
@@ -241,6 +241,21 @@ class Parity(Record, frozen=True):
         return any(cell.status in ("error", "mismatch") for cell in self.cells)
 
 
+class Campaign(Record, frozen=True):
+    """Planted faults and clean random workloads on several encoders; `clean` by model key."""
+
+    replay: Replay
+    results: list[FaultResult]
+    clean: dict[str, CleanRuns]
+
+    @property
+    def passed(self) -> bool:
+        """Every fault that can be tested here is caught under the right name, without a false alarm."""
+        return all(result.status in ("caught", "not_tested") for result in self.results) and not any(
+            runs.false_alarms for runs in self.clean.values()
+        )
+
+
 def suspect_of(findings: list[Finding]) -> Finding | None:
     """Return the finding to look at first: mismatches before hazards, then the order of `SUSPECTS`."""
     order = list(SUSPECTS)
@@ -287,6 +302,134 @@ def check_same_arms(a: "Parity", b: "Parity") -> None:
             raise WorkbenchError(
                 f"{a.name} and {b.name} have another {name} ({left!r} and {right!r}); run both with the same"
             )
+
+
+def verdict(parity: Parity) -> str:
+    """Return one sentence: whether the graph changes what the model sees, and where."""
+    tested = [cell for cell in parity.cells if cell.status != "not_tested"]
+    bad = [cell for cell in tested if cell.status in ("error", "mismatch")]
+    how = "CUDA graphs" if parity.replay == "cuda_graph" else "static replays on the CPU"
+    base = f"{parity.model.architecture} with {parity.model.attention_backend}, {how}"
+    if not tested:
+        return f"{base}: nothing was tested."
+    same = sum(cell.bit_equal for cell in tested)
+    items = sum(cell.items for cell in tested)
+    rest = f"{same} of {items} compared items are bit-equal to eager as served"
+    if not bad:
+        hazards = sum(cell.status == "hazard" for cell in tested)
+        note = f"; {hazards} of them hold a hazard" if hazards else ""
+        return f"{base}: graph and eager agree in all {len(tested)} conditions{note}; {rest}."
+    names = list(dict.fromkeys(cell.scenario for cell in bad))
+    defects = sorted({finding.defect for finding in parity.findings if finding.defect and finding.scenario in names})
+    known = f" (known defect {', '.join(defects)})" if defects else ""
+    return (
+        f"{base}: graph and eager part in {len(bad)} of {len(tested)} conditions, in {', '.join(names)}{known}; "
+        "elsewhere "
+        f"they agree; {rest}."
+    )
+
+
+STATUS_WORDS: dict[Status, str] = {
+    "error": "error",
+    "mismatch": "MISMATCH",
+    "hazard": "hazard",
+    "within_noise": "noise",
+    "equal": "equal",
+    "not_tested": "-",
+}
+
+
+def matrix_rows(parity: Parity) -> list[dict[str, str]]:
+    """Return the matrix as rows of text: one per scenario, one column per budget, and one for what spans budgets.
+
+    A cell is its status, and where outputs are not bit-equal the worst distance over its limit.
+    """
+    budgets = sorted({cell.budget for cell in parity.cells if cell.budget is not None})
+    rows: dict[str, dict[str, str]] = {}
+    for cell in parity.cells:
+        row = rows.setdefault(
+            cell.scenario, {"scenario": cell.scenario} | {str(budget): "" for budget in budgets} | {"all": ""}
+        )
+        ratio = f" {cell.ratio:.2g}" if cell.ratio and cell.status != "equal" else ""
+        row[str(cell.budget) if cell.budget is not None else "all"] = f"{STATUS_WORDS[cell.status]}{ratio}"
+    return list(rows.values())
+
+
+def campaign_sentence(campaign: Campaign) -> str:
+    """Say how many faults were caught and how often the lab cried wolf."""
+    tested = [result for result in campaign.results if result.status != "not_tested"]
+    caught = sum(result.status == "caught" for result in tested)
+    workloads = sum(runs.workloads for runs in campaign.clean.values())
+    alarms = sum(runs.false_alarms for runs in campaign.clean.values())
+    return (
+        f"{caught} of {len(tested)} planted faults caught under the right name "
+        f"({len({result.fault for result in tested})} different ones); {alarms} false alarms in {workloads} random "
+        "workloads on the unchanged code."
+    )
+
+
+def recorded() -> list[Parity]:
+    """Return the parity sessions that ship with the package, by folder name."""
+    return [read_parity(path.parent) for path in sorted(RECORDINGS.glob(f"*/{PARITY_FILE}"))]
+
+
+def fault_rows(campaign: Campaign, recordings: list[Parity]) -> list[dict[str, str]]:
+    """Return one row per fault: where and by what it was caught, live and in the shipped recordings.
+
+    A recording speaks where the live machine could not test.
+    """
+    rows: dict[str, dict[str, str]] = {}
+    models = list(dict.fromkeys(result.model for result in campaign.results))
+    results = [(result, "") for result in campaign.results]
+    results += [
+        (result, f"{_gpu(parity)} ")
+        for parity in recordings
+        if parity.replay == "cuda_graph"
+        for result in parity.faults
+        if result.status != "not_tested"
+    ]
+    for result, place in results:
+        row = rows.setdefault(
+            result.fault,
+            {"fault": result.title, "needs": result.needs, "suspect": ""} | dict.fromkeys(models, "") | {"seen in": ""},
+        )
+        if result.model not in row or (place and row[result.model] not in ("", "-")):
+            continue
+        row[result.model] = f"{place}{result.status}" if result.status != "not_tested" else "-"
+        row["suspect"] = row["suspect"] or (result.suspect or "")
+        row["seen in"] = row["seen in"] or ", ".join(result.scenarios)
+    return list(rows.values())
+
+
+def _gpu(parity: Parity) -> str:
+    return parity.environment.gpus[0].name if parity.environment.gpus else "GPU"
+
+
+def fault_markdown(campaign: Campaign, recordings: list[Parity]) -> str:
+    """Return the table of faults as Markdown, with a sentence above it."""
+    rows = fault_rows(campaign, recordings)
+    heads = list(rows[0]) if rows else []
+    lines = [campaign_sentence(campaign), "", f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    lines += [f"| {' | '.join(row.values())} |" for row in rows]
+    return "\n".join(lines)
+
+
+def replace_block(path: Path, name: str, text: str) -> None:
+    """Replace what lies between `<!-- name:begin -->` and `<!-- name:end -->` in `path`.
+
+    Raises:
+        WorkbenchError: the file is missing or lacks the two markers.
+    """
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    try:
+        content = path.read_text()
+    except OSError as error:
+        raise WorkbenchError(f"cannot read {path}: {error.strerror or error}") from error
+    head, found, rest = content.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not found or not closed:
+        raise WorkbenchError(f"{path} has no lines {begin} and {end}; add them where the table belongs")
+    write_bytes(path, f"{head}{begin}\n{text}\n{end}{tail}".encode())
 
 
 def encode(parity: Parity) -> bytes:

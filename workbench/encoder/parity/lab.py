@@ -29,7 +29,7 @@ from workbench.encoder.parity.metrics import compare
 from workbench.encoder.parity.tape import BeforeReplay, TapedBatch, taping
 from workbench.encoder.session import EncoderInputs, EncoderSession, Grid, SessionOptions, open_session
 from workbench.errors import WorkbenchError
-from workbench.models import Modality
+from workbench.models import Modality, model_facts
 from workbench.parity import Difference, Finding, Noise, Status
 
 # A mismatch is further from eager than this many times what rounding does. Rounding differs by item: the worst of
@@ -395,6 +395,14 @@ def noise_grids(budgets: Sequence[int], merge: int) -> list[list[Grid]]:
     calls = [[near_square(tokens, merge) for tokens in call] for call in sizes]
     calls.append([(1, merge, merge * smallest), (1, merge * smallest, merge)])
     return calls
+
+
+def lab_options(model: str, device: str | None = None) -> tuple[SessionOptions, tuple[int, ...]]:
+    """Return the encoder and budgets that suit this machine: all of it on CUDA, depth 2 and two heads on the CPU."""
+    if engine.choose_device(device).type == "cuda":
+        return SessionOptions(model=model, device=device), (64, 128, 256, 512, 1024, 2048)
+    facts = model_facts(model)
+    return SessionOptions(model=model, device=device, depth=2, width=2 * facts.width // facts.heads), (16, 32, 64)
 
 
 @contextmanager
