@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.engine
 
 torch = pytest.importorskip("torch", reason="needs an engine")
 
-from workbench.encoder import engine  # noqa: E402 - needs an engine
+from workbench.encoder import engine, smoke  # noqa: E402 - needs an engine
 from workbench.encoder.session import (  # noqa: E402
     EncoderInputs,
     EncoderSession,
@@ -118,6 +119,16 @@ def test_a_broken_graph_is_seen(ernie: EncoderSession, monkeypatch: pytest.Monke
     monkeypatch.setattr(ernie.model, "prepare_encoder_cudagraph_replay_buffers", one_sequence)
     graph, eager = ernie.graph(inputs), ernie.eager_served(inputs)
     assert all((a - b).norm() > 0.1 * b.norm() for a, b in zip(graph, eager, strict=True))
+
+
+def test_watching_leaves_out_what_the_manager_does_not_run(ernie: EncoderSession) -> None:
+    inputs = ernie.inputs([(1, 8, 8)])
+    with ernie.watch() as seen:
+        ernie.eager_fallback(inputs)
+        ernie.graph(inputs)
+        ernie.eager_fallback(inputs)
+        ernie.graph(inputs)
+    assert [(batch.call, batch.budget) for batch in seen] == [(0, 64), (1, 64)]
 
 
 def test_outputs_are_the_callers_own(ernie: EncoderSession) -> None:
@@ -461,3 +472,21 @@ def test_no_vllm_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm.version", None)
     with pytest.raises(WorkbenchError, match="install the extra"):
         open_session(SMALL, Configuration((64,), 1)).__enter__()
+
+
+# The check of a machine -------------------------------------------------------------------------------------------
+
+
+def test_smoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = smoke.Case(
+        "ernie45_vl", Configuration((64, 128), 2), (("image", ((1, 8, 8),)), ("image", ((1, 8, 8), (1, 16, 8))))
+    )
+    monkeypatch.setattr(smoke, "CASES", (case,))
+    arguments = ["--depth", "1", "--width", "160", "--repeats", "1"]
+    assert smoke.main(arguments) == 0
+    report = msgspec.json.decode(capsys.readouterr().out)
+    assert report["failures"] == []
+    assert [[batch["tokens"] for batch in call["batches"]] for call in report["calls"]] == [[16], [48]]
+    monkeypatch.setattr(EncoderSession, "graph", lambda self, inputs: [2 * x for x in self.eager_served(inputs)])
+    assert smoke.main(arguments) == 1
+    assert "differ by a relative RMS of 1.000" in capsys.readouterr().out

@@ -57,6 +57,56 @@ def wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]
             delattr(owner, name)
 
 
+class _Watch:
+    """Wrappers of a manager's methods that note its batches."""
+
+    def __init__(self, manager: Any) -> None:
+        self.batches: list[Batch] = []
+        self._model = manager.model
+        self._calls = 0
+        self._inside = False  # others call the model's methods too
+        self._tokens: list[int] = []
+        self._items: list[int] = []
+
+    def execute(self, original: Any) -> Any:
+        def call(mm_kwargs: Any) -> Any:
+            self._tokens = [spec.output_tokens for spec in self._model.get_encoder_cudagraph_item_specs(mm_kwargs)]
+            self._inside = True
+            try:
+                return original(mm_kwargs)
+            finally:
+                self._inside = False
+                self._calls += 1
+
+        return call
+
+    def select(self, original: Any) -> Any:
+        def call(mm_kwargs: Any, indices: list[int]) -> Any:
+            self._items = list(indices)
+            return original(mm_kwargs, indices)
+
+        return call
+
+    def run_graph(self, original: Any) -> Any:
+        def call(mm_kwargs: Any, token_budget: int, *args: Any, **kwargs: Any) -> Any:
+            self._add(token_budget)
+            return original(mm_kwargs, token_budget, *args, **kwargs)
+
+        return call
+
+    def run_eager(self, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._add(None)
+            return original(*args, **kwargs)
+
+        return call
+
+    def _add(self, budget: int | None) -> None:
+        if self._inside:
+            tokens = sum(self._tokens[i] for i in self._items)
+            self.batches.append(Batch(call=self._calls, items=self._items, tokens=tokens, budget=budget))
+
+
 @contextlib.contextmanager
 def watch_batches(manager: Any) -> Iterator[list[Batch]]:
     """Yield a list that grows by one entry per batch the manager runs, in the order it runs them.
@@ -64,52 +114,14 @@ def watch_batches(manager: Any) -> Iterator[list[Batch]]:
     `call` counts the calls since the block began; `items` index into the call; `budget` is None for an eager
     fallback. A batch that raises is listed too.
     """
-    batches: list[Batch] = []
-    calls = -1
-    tokens: list[int] = []
-    items: list[int] = []
-
-    def add(budget: int | None) -> None:
-        batches.append(Batch(call=calls, items=items, tokens=sum(tokens[i] for i in items), budget=budget))
-
-    def on_call(original: Any) -> Any:
-        def call(mm_kwargs: Any) -> Any:
-            nonlocal calls, tokens
-            calls += 1
-            tokens = [spec.output_tokens for spec in manager.model.get_encoder_cudagraph_item_specs(mm_kwargs)]
-            return original(mm_kwargs)
-
-        return call
-
-    def on_select(original: Any) -> Any:
-        def select(mm_kwargs: Any, indices: list[int]) -> Any:
-            nonlocal items
-            items = list(indices)
-            return original(mm_kwargs, indices)
-
-        return select
-
-    def on_graph(original: Any) -> Any:
-        def run(mm_kwargs: Any, token_budget: int, *args: Any, **kwargs: Any) -> Any:
-            add(token_budget)
-            return original(mm_kwargs, token_budget, *args, **kwargs)
-
-        return run
-
-    def on_eager(original: Any) -> Any:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            add(None)
-            return original(*args, **kwargs)
-
-        return forward
-
+    watch = _Watch(manager)
     with (
-        wrapped(manager, "_execute_local", on_call),
-        wrapped(manager, "_select_items", on_select),
-        wrapped(manager, "_run_budget_graph", on_graph),
-        wrapped(manager.model, "encoder_eager_forward", on_eager),
+        wrapped(manager, "_execute_local", watch.execute),
+        wrapped(manager, "_select_items", watch.select),
+        wrapped(manager, "_run_budget_graph", watch.run_graph),
+        wrapped(manager.model, "encoder_eager_forward", watch.run_eager),
     ):
-        yield batches
+        yield watch.batches
 
 
 class _SpannedReplay:
