@@ -146,6 +146,53 @@ def test_a_launch_at_the_very_end_of_an_op_is_no_launch_gap(tmp_path: Path) -> N
     assert analyze(saved(late, tmp_path)).total.launch_gap_us == 3.0
 
 
+def test_gaps_name_the_op_that_ended_last(tmp_path: Path) -> None:
+    trace = Kineto()
+    trace.kernel(0, 1_000, 9_000, "long")
+    trace.kernel(0, 2_000, 1_000, "short", stream=8)
+    trace.kernel(0, 10_000, 1_000, "touching")
+    trace.kernel(0, 15_000, 1_000, "next")
+    made = saved(trace, tmp_path)
+    gaps = analyze(made).gaps
+    assert gaps.duration_ns.tolist() == [4_000]
+    assert (made.names[gaps.before[0]], made.names[gaps.after[0]]) == ("touching", "next")
+    trace = Kineto()
+    trace.kernel(0, 1_000, 9_000, "long")
+    trace.kernel(0, 2_000, 1_000, "short", stream=8)
+    trace.kernel(0, 15_000, 1_000, "next")
+    made = saved(trace, tmp_path)
+    assert made.names[analyze(made).gaps.before[0]] == "long"
+
+
+def test_idle_inside_a_replay_that_spans_another(tmp_path: Path) -> None:
+    trace = Kineto()
+    trace.replay(0, 500, [(1_000, 1_000), (20_000, 1_000)])
+    trace.replay(600, 500, [(3_000, 1_000), (5_000, 1_000)], graph=12)
+    total = analyze(saved(trace, tmp_path)).total
+    assert (total.intra_graph_gap_us, total.queue_gap_us) == (1.0 + 1.0 + 14.0, 0.0)
+
+
+def test_of_two_calls_with_one_correlation_the_outer_counts(tmp_path: Path) -> None:
+    """A runtime call and the driver call inside it may carry the same correlation."""
+    trace = Kineto()
+    trace.kernel(0, 1_000, 1_000)
+    inner = {"correlation": trace.correlation + 1}
+    trace.event("cuda_driver", "cuLaunchKernel", 2_500, 100, 4242, 4242, inner)
+    trace.kernel(1_500, 4_000, 1_000)  # its runtime call begins before the previous op ends
+    assert analyze(saved(trace, tmp_path)).total.queue_gap_us == 2.0
+
+
+def test_a_sync_counts_for_the_device_its_thread_last_used(tmp_path: Path) -> None:
+    trace = Kineto()
+    trace.kernel(1_000, 2_000, 1_000, device=1)
+    trace.sync(5_000, 1_000)
+    trace.kernel(7_000, 8_000, 1_000, device=0)
+    trace.sync(8_500, 1_000)
+    trace.sync(8_600, 1_000, tid=7)  # a thread that launched nothing
+    trace.kernel(8_700, 9_000, 9_000, device=1)
+    assert [row.syncs for row in analyze(saved(trace, tmp_path)).windows] == [2, 1]
+
+
 def test_spilled_ops_belong_to_where_they_start(tmp_path: Path) -> None:
     trace = Kineto()
     trace.annotate("a", 0, 10_000)
@@ -197,6 +244,44 @@ def test_phases_are_the_innermost_annotations_of_the_thread(tmp_path: Path) -> N
     assert (call.syncs, call.blocked_us, call.host_us, call.launches) == (1, 2.0, 50.0, 1)
     assert rows["elsewhere"].host_us == 100.0
     assert rows["elsewhere"].launches == 0
+
+
+def test_phases_that_share_an_instant(tmp_path: Path) -> None:
+    trace = Kineto()
+    trace.annotate("first", 1_000, 2_000)
+    trace.annotate("inner", 2_000, 5_000)
+    trace.annotate("outer", 2_000, 9_000)
+    trace.annotate("last", 5_000, 9_000)
+    trace.annotate("after", 9_000, 10_000)
+    rows = {row.phase: row.host_us for row in analyze(with_a_kernel(trace, tmp_path)).phases}
+    assert rows == {"first": 1.0, "inner": 3.0, "last": 4.0, "after": 1.0, "(outside)": 0.0}
+
+
+def test_phases_are_cut_to_the_windows(tmp_path: Path) -> None:
+    trace = Kineto()
+    trace.annotate("w#0", 1_000, 4_000)
+    trace.annotate("w#1", 2_000, 6_000, tid=8)
+    trace.annotate("long", 3_000, 60_000, tid=9)
+    trace.annotate("w#2", 30_000, 31_000)
+    analysis = analyze(with_a_kernel(trace, tmp_path), "w#*")
+    assert {row.phase: row.host_us for row in analysis.phases}["long"] == 3.0 + 1.0
+
+
+def with_a_kernel(trace: Kineto, folder: Path) -> Trace:
+    """The trace with one op over its whole length, so that it can be analysed."""
+    trace.gpu(0, 90_000, None)
+    return saved(trace, folder)
+
+
+def test_ops_between_the_ends_of_nested_windows_belong_to_the_outer(tmp_path: Path) -> None:
+    trace = Kineto()
+    trace.annotate("w", 0, 90_000)
+    trace.annotate("w", 1_000, 5_000)
+    trace.kernel(6_000, 7_000, 1_000)
+    analysis = analyze(saved(trace, tmp_path), "w")
+    assert [row.gpu_ops for row in analysis.windows] == [1, 0]
+    assert sum(row.count for row in analysis.kernels) == 1
+    assert any("overlap" in text for text in analysis.warnings)
 
 
 @settings(max_examples=60, deadline=None)

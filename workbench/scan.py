@@ -207,7 +207,7 @@ def skip_value(text, position, end):  # type: ignore[no-untyped-def]
 def _digits(text, position, value, lost):  # type: ignore[no-untyped-def]
     """Append the digits at `position` to `value`: (value, position after, digits that did not fit)."""
     while _ZERO <= text[position] <= _NINE:
-        if lost == 0 and value <= _LAST_SAFE:
+        if value <= _LAST_SAFE:
             value = value * 10 + (text[position] - _ZERO)
         else:
             lost += 1
