@@ -241,8 +241,8 @@ class Runner:
                 outputs.extend(Tensor(np.zeros((int(np.prod(grid)) // 4, 3))) for grid in grids)
         return [outputs[item] for item in np.argsort(order)]
 
-    def _execute_mm_encoder(self, items: list[tuple[str, Any]]) -> list[Any]:
-        return self.execute_mm_encoder(items)
+    def _execute_mm_encoder(self, scheduled: Any) -> list[Any]:
+        return self.execute_mm_encoder(scheduled.scheduled_encoder_inputs)
 
     def profile_encoder_cache(self, items: list[tuple[str, Any]]) -> None:
         self.execute_mm_encoder(items)
@@ -303,7 +303,9 @@ def test_batches_budgets_hits_and_fallbacks(tmp_path: Path, vllm_like: dict[str,
 
 def test_runner_v1_says_that_it_synchronises(tmp_path: Path, vllm_like: dict[str, Any]) -> None:
     patch(vllm_like, Recorder(tmp_path / "l", 10**6), RUNNER_V1)
-    vllm_like["runner"]()._execute_mm_encoder(IMAGES)
+    for images in ([], IMAGES):  # a step without images is no call
+        vllm_like["runner"]()._execute_mm_encoder(SimpleNamespace(scheduled_encoder_inputs=images))
+    assert len(read_ledger(tmp_path / "l").calls) == 1
     line = read_ledger(tmp_path / "l").calls[0]
     assert (line.runner, line.synchronised, line.groups[0].tokens) == ("v1", True, [64, 4, 400])
 
@@ -319,7 +321,7 @@ def test_profiling_is_marked(tmp_path: Path, vllm_like: dict[str, Any]) -> None:
 def test_a_call_that_encodes_nothing_is_no_line(tmp_path: Path, vllm_like: dict[str, Any]) -> None:
     patch(vllm_like, Recorder(tmp_path / "l", 10**6))
     assert vllm_like["runner"]().execute_mm_encoder([]) == []
-    assert read_ledger(tmp_path / "l").calls == []
+    assert not (tmp_path / "l").exists()
 
 
 def test_an_error_of_the_encoder_passes_through_and_is_recorded(tmp_path: Path, vllm_like: dict[str, Any]) -> None:
@@ -329,6 +331,34 @@ def test_an_error_of_the_encoder_passes_through_and_is_recorded(tmp_path: Path, 
         vllm_like["runner"](fail=failure).execute_mm_encoder(IMAGES)
     assert caught.value is failure
     assert read_ledger(tmp_path / "l").calls[0].error == f"RuntimeError: {failure}"
+
+
+def test_after_a_failed_cuda_call_no_event_is_asked(
+    tmp_path: Path, vllm_like: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def sticky(self: Event) -> bool:
+        raise failure
+
+    def failing_at_videos(items: Any) -> Iterator[Any]:
+        for group in group_and_batch_mm_kwargs(items):
+            yield group
+            if group[0] == "video":
+                monkeypatch.setattr(Event, "query", sticky)
+                raise failure
+
+    monkeypatch.setattr(ledger_plugin, "_new_events", lambda: (Event(), Event()))
+    monkeypatch.setattr(Event, "complete", False)
+    vllm_like["module"].__dict__["group_and_batch_mm_kwargs"] = failing_at_videos
+    patch(vllm_like, Recorder(tmp_path / "l", 10**6))
+    runner = vllm_like["runner"](device="cuda")
+    runner.execute_mm_encoder(IMAGES)
+    with pytest.raises(RuntimeError) as caught:
+        runner.execute_mm_encoder([("video", [2, 8, 8])])
+    assert caught.value is failure
+    calls = read_ledger(tmp_path / "l").calls
+    assert [(line.gpu_us, line.error) for line in calls] == [(None, None), (None, f"RuntimeError: {failure}")]
 
 
 def test_grids_on_a_device_are_never_read(tmp_path: Path, vllm_like: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ The names above exist in vLLM 0.32 and 0.33; where one is missing, recording doe
 import functools
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import logging
 import os
 import sys
@@ -145,10 +146,10 @@ class Recorder:
     @_safe
     def begin(self, owner: Any, runner: str, order: list[int] | None, synchronised: bool) -> _OpenCall | None:
         """Open a call; None inside another one."""
-        if self.call is not None:
-            return None
         if self._pid != os.getpid():
             self._open(owner)
+        if self.call is not None:
+            return None
         self._drain()
         call = _OpenCall(runner, self.phase, order, synchronised)
         if owner.device.type == "cuda":
@@ -178,9 +179,10 @@ class Recorder:
             groups=_close_groups(call, outputs, ended_ns),
             error=None if error is None else f"{type(error).__name__}: {error}"[:500],
         )
-        if error is not None:
-            call.events = None  # a failed CUDA call may leave them unusable
         self._pending.append(call)
+        if error is not None:  # after a failed CUDA call no event may be asked any more
+            for waiting in self._pending:
+                waiting.events = None
         self._drain()
 
     @_safe
@@ -247,6 +249,7 @@ class Recorder:
     def _open(self, owner: Any) -> None:
         """Open the file in this process and write its first line."""
         self._pid = os.getpid()
+        self.call = None
         self._pending.clear()
         self._free_events.clear()
         self._managers.clear()
@@ -326,11 +329,11 @@ def _grids(mm_kwargs: dict[str, Any], items: int) -> list[list[int]] | None:
     """Return the items' (t, h, w), or None where they are on a device: reading would synchronise."""
     for key, value in mm_kwargs.items():
         if key.endswith("grid_thw"):
-            if isinstance(value, list):
-                return [list(map(int, grid)) for grid in value] if len(value) == items else None
-            if value.device.type == "cpu" and value.shape == (items, 3):
-                grids: list[list[int]] = value.tolist()
-                return grids
+            device = getattr(value, "device", None)
+            if device is None or device.type != "cpu" or value.shape != (items, 3):
+                return None
+            grids: list[list[int]] = value.tolist()
+            return grids
     return None
 
 
@@ -371,9 +374,12 @@ def _close_groups(call: _OpenCall, outputs: Sequence[Any] | None, ended_ns: int)
 
 
 def _wrap_call(
-    recorder: Recorder, original: Callable[..., Any], describe: Callable[..., tuple[Any, ...]]
+    recorder: Recorder, original: Callable[..., Any], describe: Callable[..., tuple[Any, ...] | None]
 ) -> Callable[..., Any]:
-    """Wrap the function of a runner that makes an encoder call; `describe` gives the rest of `begin`'s arguments."""
+    """Wrap the function of a runner that makes an encoder call.
+
+    `describe` gives the rest of `begin`'s arguments, or None when there is nothing to encode (v1 asks in every step).
+    """
 
     @functools.wraps(original)
     def execute(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -382,7 +388,7 @@ def _wrap_call(
         except Exception as error:  # noqa: BLE001  whatever it is, the server goes on
             recorder.stop(f"{type(error).__name__}: {error}")
             return original(self, *args, **kwargs)
-        call = recorder.begin(self, *described)
+        call = None if described is None else recorder.begin(self, *described)
         if call is None:
             return original(self, *args, **kwargs)
         try:
@@ -418,7 +424,9 @@ def _wrap_grouping(recorder: Recorder, original: Callable[..., Iterator[Any]]) -
 
 
 def _patch_runner_v1(module: ModuleType, recorder: Recorder) -> None:
-    def describe(self: Any, scheduler_output: Any) -> tuple[Any, ...]:
+    def describe(self: Any, scheduler_output: Any) -> tuple[Any, ...] | None:
+        if not scheduler_output.scheduled_encoder_inputs:
+            return None
         timed = self.observability_config is not None and self.observability_config.enable_mm_processor_stats
         return "v1", None, bool(timed)
 
@@ -428,7 +436,9 @@ def _patch_runner_v1(module: ModuleType, recorder: Recorder) -> None:
 
 
 def _patch_runner_v2(module: ModuleType, recorder: Recorder) -> None:
-    def describe(self: Any, mm_kwargs: list[tuple[str, Any]]) -> tuple[Any, ...]:
+    def describe(self: Any, mm_kwargs: list[tuple[str, Any]]) -> tuple[Any, ...] | None:
+        if not mm_kwargs:
+            return None
         return "v2", sorted(range(len(mm_kwargs)), key=lambda item: mm_kwargs[item][0]), False
 
     runner = module.EncoderRunner
@@ -505,27 +515,28 @@ class LedgerFinder(importlib.abc.MetaPathFinder):
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
+        self._searching = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the module with a loader that wraps it afterwards, None for every other module."""
-        if fullname not in _PATCHES:
+        """Return what the other finders find, with a loader that wraps the module; None for every other module."""
+        if fullname not in _PATCHES or self._searching:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
-            spec.loader = _PatchingLoader(spec.loader.name, spec.loader.path, self.recorder)
+        self._searching = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching = False
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_patch(module: ModuleType) -> None:
+                load(module)
+                _patch(module, self.recorder)
+
+            spec.loader.exec_module = load_and_patch  # type: ignore[method-assign]
         return spec
-
-
-class _PatchingLoader(importlib.machinery.SourceFileLoader):
-    def __init__(self, name: str, path: str, recorder: Recorder) -> None:
-        super().__init__(name, path)
-        self.recorder = recorder
-
-    def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        _patch(module, self.recorder)
 
 
 def _max_bytes() -> int:
