@@ -196,3 +196,27 @@ def distortion(table: pd.DataFrame, call: int = 0) -> go.Figure:
         barmode="group", title="What the profiler itself costs", yaxis_title="profiled / un-profiled time", height=340
     )
     return figure
+
+
+def by_call(table: pd.DataFrame) -> go.Figure:
+    """Median time of eager as served and graph on every call, by tokens; `table` from `explain.speed`."""
+    figure = go.Figure()
+    for arm in ("eager as served", "graph"):
+        rows = table[(table["arm"] == arm) & table["median ms"].notna()].sort_values("tokens")
+        figure.add_scatter(
+            x=rows["tokens"],
+            y=rows["median ms"],
+            mode="markers+lines",
+            name=arm,
+            marker={"color": _ARM_COLORS[arm], "size": 9},
+            line={"width": 1},
+            customdata=rows["images"],
+            hovertemplate="%{x} tokens in %{customdata} images: %{y:.1f} ms<extra></extra>",
+        )
+    figure.update_layout(
+        title="Time of a call by its tokens",
+        xaxis_title="output tokens in the call",
+        yaxis_title="ms, median",
+        height=380,
+    )
+    return figure
