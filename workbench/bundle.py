@@ -49,6 +49,7 @@ LARGEST_NOTE = 256 << 10
 LARGEST_TRACE = 256 << 20  # packed
 LARGEST_UNPACKED_TRACE = 4 << 30
 DEEPEST_JSON = 64
+MOST_SAMPLES = 100_000  # of one timing; the bootstrap's work grows with them
 _TRACE_RATIO = 400  # Kineto text packs 10 to 40 times
 _FOLDER = r"runs/\d\d-[a-z0-9][a-z0-9-]{0,39}"
 _TRACE_NAME = r"traces/[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\.json\.gz"
@@ -347,6 +348,8 @@ class Bundle:
         for value, version in ((run, RUN_VERSION), (parity, PARITY_VERSION), (external, EXTERNAL_VERSION)):
             if value is not None and value.schema_version != version:
                 raise self.archive.refusal(f"{entry.folder} was made with another schema version")
+        if run is not None and (wrong := _contradiction(run)):
+            raise self.archive.refusal(f"{prefix}{RUN_FILE} contradicts itself: {wrong}")
         if {trace.file for trace in run.traces} != set(traces) if run else traces:
             raise self.archive.refusal(f"the traces of {entry.folder} are not those its {RUN_FILE} names")
         return Content(
@@ -518,6 +521,22 @@ def _read_note(path: Path) -> str:
 def _slug(name: str) -> str:
     """A folder name of lower-case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "run"
+
+
+def _contradiction(run: Run) -> str:
+    """What a schema cannot say: indices that point nowhere, samples without end; empty when all is well."""
+    calls = len(run.calls)
+    rows: list[Any] = [*run.batches, *run.timings, *run.phases, *run.equality, *run.failures]
+    if any(not 0 <= row.call < calls for row in rows):
+        return f"it names a call beyond its {calls}"
+    if any(not 0 <= item < len(run.calls[batch.call].tokens) for batch in run.batches for item in batch.items):
+        return "a batch names an item its call does not have"
+    samples = [*(timing.wall_us for timing in run.timings), *(timing.gpu_us for timing in run.timings)]
+    if any(len(values) > MOST_SAMPLES for values in samples):
+        return f"a timing has more than {MOST_SAMPLES:,} samples"
+    if any(value < 0 for values in samples for value in values):
+        return "a time is negative"
+    return ""
 
 
 def _check_plain(value: Any) -> None:

@@ -1,0 +1,846 @@
+"""Base against head: what changed, how sure that is, and what makes the comparison doubtful.
+
+Runs are paired by name, calls by what they encode, traces by arm and activities, GPU operations by their
+order. A change of timings carries a verdict (`workbench.evidence`); counts and sizes are compared as they
+are. Times are microseconds, memory is bytes.
+"""
+
+import glob
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+import workbench
+from workbench.alignment import align
+from workbench.bundle import Content, Entry, opened
+from workbench.decision import BenchmarkDelta, benchmark_delta
+from workbench.errors import WorkbenchError
+from workbench.evidence import Change, Question, Verdict, judge
+from workbench.ingest import External, Measure
+from workbench.kernels import family, short_name
+from workbench.run import ARMS, Arm, Environment, Equality, Record, Run
+from workbench.stats import Statistic, Summary, summary
+
+SCHEMA_VERSION = 1
+Clock = Literal["wall", "gpu"]
+Unit = Literal["us", "bytes", "s", "count", "share", "per_second"]
+Better = Literal["lower", "higher", "neither"]
+
+CLOCK_TOLERANCE = 0.05  # share of a clock or power limit that may differ
+HEAT_TOLERANCE = 10  # degrees Celsius
+KERNEL_TOLERANCE = 0.05  # share by which a kernel's time per call may differ
+KERNEL_FLOOR_US = 1.0
+MOST_CALLS = 100  # with a row of their own; all count in the pass over the workload
+_MEASURED = ("launches", "syncs", "kernels", "memcpy_h2d", "memcpy_d2h", "memset")
+_SPANS = ("wall", "busy", "idle", "launch_gap", "queue_gap", "intra_graph_gap")
+
+
+class Statistics(Record, frozen=True):
+    """One side's samples, summarised."""
+
+    mean: float
+    median: float
+    std: float
+    p99: float
+    n: int
+
+
+class TimingDiff(Record, frozen=True):
+    """One timing on both sides. `call` is the base's index; None is one pass over all common calls.
+
+    `name` is what `--fail-if` calls it: "graph", "graph.gpu", "graph[2]", or a foreign measure's name.
+    """
+
+    name: str
+    unit: Unit
+    base: Statistics | None
+    head: Statistics | None
+    changes: list[Change]
+    arm: Arm | None = None
+    call: int | None = None
+    clock: Clock | None = None
+
+    def change(self, statistic: str) -> Change | None:
+        """The change of one statistic."""
+        return next((change for change in self.changes if change.statistic == statistic), None)
+
+
+class Metric(Record, frozen=True):
+    """A count or size on both sides; None where a side does not have it."""
+
+    name: str
+    unit: Unit
+    base: float | None
+    head: float | None
+    better: Better
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Better or worse, where that can be said."""
+        if self.base is None or self.head is None or self.better == "neither" or self.base == self.head:
+            return None
+        return "better" if (self.head < self.base) == (self.better == "lower") else "worse"
+
+
+class KernelDiff(Record, frozen=True):
+    """GPU operations of one name, per call of the arm; `moved` stand at another place in order."""
+
+    arm: str
+    name: str
+    short: str
+    family: str
+    status: Literal["added", "removed", "changed count", "changed time", "moved"]
+    base_count: float
+    head_count: float
+    base_us: float
+    head_us: float
+    moved: int
+
+
+class ParityDiff(Record, frozen=True):
+    """Agreement of graph and eager on each side: calls with equal bits, and the worst relative RMS."""
+
+    source: str
+    base_equal: int
+    base_total: int
+    head_equal: int
+    head_total: int
+    base_worst: float | None
+    head_worst: float | None
+    new_findings: list[str] = []
+    gone_findings: list[str] = []
+
+
+class PairDiff(Record, frozen=True):
+    """One run (or foreign result) of each side."""
+
+    name: str
+    kind: Literal["run", "parity", "external"]
+    model: str | None
+    baseline: str
+    doubts: list[str]
+    differences: list[str]
+    timings: list[TimingDiff]
+    metrics: list[Metric]
+    kernels: list[KernelDiff]
+    parity: list[ParityDiff]
+    accuracy: list[BenchmarkDelta]
+    notes: list[str]
+
+
+class Diff(Record, frozen=True):
+    """The whole comparison. `base` and `head` name the sides (file names), digests where they are bundles."""
+
+    schema_version: int
+    workbench: str
+    base: str
+    head: str
+    pairs: list[PairDiff]
+    only_base: list[str]
+    only_head: list[str]
+
+    def timings(self) -> Iterator[TimingDiff]:
+        """All timings of all pairs."""
+        for pair in self.pairs:
+            yield from pair.timings
+
+
+def compare_files(base: Path, head: Path) -> Diff:
+    """Compare two bundles, run folders or foreign results.
+
+    Raises:
+        WorkbenchError: a side is not readable, or nothing on one side matches the other.
+    """
+    with opened(base) as left, opened(head) as right:
+        return compare(left, right, base.name, head.name)
+
+
+def compare(base: Sequence[Content], head: Sequence[Content], base_name: str = "base", head_name: str = "head") -> Diff:
+    """Compare the contents of two sides.
+
+    Raises:
+        WorkbenchError: nothing on one side matches the other.
+    """
+    pairs, only_base, only_head = _pairs(base, head)
+    if not pairs:
+        raise WorkbenchError(
+            f"{base_name} and {head_name} hold nothing that can be compared ({_named(only_base)} and "
+            f"{_named(only_head)}); give two captures of the same kind"
+        )
+    drafts = [_draft(left, right) for left, right in pairs]
+    answers = iter(judge([question for draft in drafts for question in draft.questions()]))
+    return Diff(
+        schema_version=SCHEMA_VERSION,
+        workbench=workbench.__version__,
+        base=base_name,
+        head=head_name,
+        pairs=[draft.finish(answers) for draft in drafts],
+        only_base=only_base,
+        only_head=only_head,
+    )
+
+
+def _pairs(
+    base: Sequence[Content], head: Sequence[Content]
+) -> tuple[list[tuple[Content, Content]], list[str], list[str]]:
+    """Pair by kind and name, then, what is left of one kind, in order."""
+    left, right = list(base), list(head)
+    pairs = []
+    for same in (_same_name, _same_kind):
+        for content in list(left):
+            partner = next((other for other in right if same(content.entry, other.entry)), None)
+            if partner is not None:
+                left.remove(content)
+                right.remove(partner)
+                pairs.append((content, partner))
+    return pairs, [content.entry.name for content in left], [content.entry.name for content in right]
+
+
+def _same_name(base: Entry, head: Entry) -> bool:
+    return (base.kind, base.name) == (head.kind, head.name) and _same_kind(base, head)
+
+
+def _same_kind(base: Entry, head: Entry) -> bool:
+    return base.kind == head.kind and (base.model == head.model or None in (base.model, head.model))
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(names) or "nothing"
+
+
+class _Draft:
+    """A pair's comparison before its timings are judged together with all others."""
+
+    def __init__(self, base: Content, head: Content) -> None:
+        self.base, self.head = base, head
+        self.timings: list[tuple[TimingDiff, Question | None]] = []
+        self.metrics: list[Metric] = []
+        self.kernels: list[KernelDiff] = []
+        self.parity: list[ParityDiff] = []
+        self.accuracy: list[BenchmarkDelta] = []
+        self.doubts: list[str] = []
+        self.differences: list[str] = []
+        self.notes: list[str] = []
+
+    def questions(self) -> list[Question]:
+        """What needs a verdict, in the order `finish` takes the answers."""
+        return [question for _, question in self.timings if question is not None]
+
+    def finish(self, answers: Iterator[list[Change]]) -> PairDiff:
+        timings = [
+            timing if question is None else msgspec.structs.replace(timing, changes=next(answers))
+            for timing, question in self.timings
+        ]
+        name = self.base.entry.name
+        if self.head.entry.name != name:
+            name = f"{name} → {self.head.entry.name}"
+        return PairDiff(
+            name=name,
+            kind=self.base.entry.kind,
+            model=self.head.entry.model,
+            baseline="eager_served",
+            doubts=self.doubts + _drift(timings, self.base.run, self.head.run),
+            differences=self.differences,
+            timings=timings,
+            metrics=self.metrics,
+            kernels=self.kernels,
+            parity=self.parity,
+            accuracy=self.accuracy,
+            notes=self.notes,
+        )
+
+
+def _draft(base: Content, head: Content) -> _Draft:
+    draft = _Draft(base, head)
+    if base.run is not None and head.run is not None:
+        _compare_runs(draft, base.run, head.run)
+    if base.external is not None and head.external is not None:
+        _compare_external(draft, base.external, head.external)
+    _compare_parity_sessions(draft)
+    _compare_findings(draft)
+    return draft
+
+
+def _compare_runs(draft: _Draft, base: Run, head: Run) -> None:
+    draft.doubts += _environment_doubts(base.environment, head.environment) + _run_doubts(base, head)
+    draft.differences += _differences(base, head)
+    _compare_timings(draft, base, head)
+    draft.metrics += _run_metrics(base, head)
+    _compare_traces(draft, base, head)
+    if base.equality or head.equality:
+        draft.parity.append(_equality(base.equality, head.equality))
+    for side, run in (("base", base), ("head", head)):
+        for failure in run.failures:
+            draft.notes.append(f"{side}: {failure.arm} failed on call {failure.call}: {failure.error}")
+
+
+# --- timings ---------------------------------------------------------------------------------------
+
+
+def _call_key(run: Run, index: int) -> tuple[Any, ...]:
+    call = run.calls[index]
+    return call.modality, tuple(call.grids), tuple(call.sizes)
+
+
+def _common_calls(base: Run, head: Run) -> list[tuple[int, int]]:
+    """Indices of calls that encode the same, in the base's order."""
+    waiting: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for index in range(len(head.calls)):
+        waiting[_call_key(head, index)].append(index)
+    return [(index, waiting[key].pop(0)) for index in range(len(base.calls)) if waiting[key := _call_key(base, index)]]
+
+
+def _compare_timings(draft: _Draft, base: Run, head: Run) -> None:
+    reason = _incomparable(base, head)
+    if reason:
+        draft.notes.append(f"timings are not compared: {reason}")
+        return
+    common = _common_calls(base, head)
+    if len(common) < max(len(base.calls), len(head.calls)):
+        draft.notes.append(
+            f"{len(common)} calls are common to both sides, of {len(base.calls)} and {len(head.calls)}; "
+            "the others are left out"
+        )
+    clocks: tuple[Clock, ...] = ("wall", "gpu")
+    for arm in ARMS:
+        for clock in clocks:
+            left, right = arm_samples(base, arm, clock), arm_samples(head, arm, clock)
+            shared = [(a, b) for a, b in common if left.get(a) and right.get(b)]
+            if len(shared) > 1:
+                passes = [
+                    one_pass([(side[pair[which]], run.calls[pair[which]].count) for pair in shared])
+                    for which, (side, run) in enumerate(((left, base), (right, head)))
+                ]
+                draft.timings.append(_timing(passes[0], passes[1], arm, clock, None))
+            for a, b in shared[:MOST_CALLS]:
+                call = None if len(common) == 1 else a
+                draft.timings.append(_timing(left[a], right[b], arm, clock, call))
+
+
+def _incomparable(base: Run, head: Run) -> str:
+    if base.replay != head.replay:
+        return "one side replays CUDA graphs, the other re-runs Python over static buffers"
+    for field in ("architecture", "depth", "width", "dtype"):
+        left, right = getattr(base.model, field), getattr(head.model, field)
+        if left != right:
+            return f"the models differ in {field} ({left} and {right})"
+    return "" if _common_calls(base, head) else "no call of one side encodes what a call of the other does"
+
+
+def arm_samples(run: Run, arm: Arm, clock: Clock) -> dict[int, list[float]]:
+    """Samples of an arm by call, microseconds; calls without samples are left out."""
+    found = {
+        timing.call: timing.wall_us if clock == "wall" else timing.gpu_us for timing in run.timings if timing.arm == arm
+    }
+    return {call: samples for call, samples in found.items() if samples and call < len(run.calls)}
+
+
+def one_pass(columns: Sequence[tuple[list[float], int]]) -> list[float]:
+    """Time of all calls together, repeat by repeat, each call as often as the workload has it."""
+    repeats = min(len(samples) for samples, _ in columns)
+    return [math.fsum(samples[repeat] * count for samples, count in columns) for repeat in range(repeats)]
+
+
+def _timing(
+    base: list[float], head: list[float], arm: Arm, clock: Clock, call: int | None
+) -> tuple[TimingDiff, Question]:
+    name = arm + ("" if call is None else f"[{call}]") + ("" if clock == "wall" else ".gpu")
+    timing = TimingDiff(
+        name=name,
+        unit="us",
+        base=statistics(base),
+        head=statistics(head),
+        changes=[],
+        arm=arm,
+        call=call,
+        clock=clock,
+    )
+    return timing, Question(base, head)
+
+
+def statistics(samples: Sequence[float]) -> Statistics:
+    """Summarise samples (`workbench.stats.summary`) in the stored form."""
+    found: Summary = summary(samples)
+    return Statistics(mean=found.mean, median=found.median, std=found.std, p99=found.p99, n=found.n)
+
+
+def _drift(timings: Iterable[TimingDiff], base: Run | None, head: Run | None) -> list[str]:
+    """Eager does not depend on the budgets: if it moved while only they changed, the machine did."""
+    if base is None or head is None or base.config == head.config or base.environment.vllm != head.environment.vllm:
+        return []
+    return [
+        f"{timing.arm} changed by {change.ratio - 1:+.1%} although the budgets do not touch it: the machine "
+        "differs by about as much"
+        for timing in timings
+        if timing.arm in ("eager_served", "eager_fallback") and timing.call is None and timing.clock == "wall"
+        for change in timing.changes[:1]
+        if change.ratio is not None and change.verdict in ("faster", "slower")
+    ]
+
+
+# --- counts and sizes ------------------------------------------------------------------------------
+
+
+def _run_metrics(base: Run, head: Run) -> list[Metric]:
+    left, right = run_totals(base), run_totals(head)
+    return [
+        Metric(name=name, unit=unit, base=left.get(name), head=right.get(name), better=better)
+        for name, unit, better in _TOTALS
+        if name in left or name in right
+    ] + _nodes(base, head)
+
+
+_TOTALS: tuple[tuple[str, Unit, Better], ...] = (
+    ("padding", "share", "lower"),
+    ("replays", "count", "lower"),
+    ("fallbacks", "count", "lower"),
+    ("graph.hits", "count", "neither"),
+    ("graph.misses", "count", "lower"),
+    ("capture.graphs", "count", "neither"),
+    ("capture.seconds", "s", "lower"),
+    ("memory.pool", "bytes", "lower"),
+    ("memory.allocated", "bytes", "lower"),
+    ("graph.nodes", "count", "lower"),
+)
+
+
+def run_totals(run: Run) -> dict[str, float]:
+    """Counts and sizes of a run by the names of `Metric`; what was not measured is left out."""
+    weights = [call.count for call in run.calls]
+    replays = [(batch, weights[batch.call]) for batch in run.batches if batch.budget]
+    budget = sum(batch.budget * weight for batch, weight in replays if batch.budget)
+    tokens = sum(batch.tokens * weight for batch, weight in replays)
+    found: dict[str, float] = {
+        "replays": sum(weight for _, weight in replays),
+        "fallbacks": sum(weights[batch.call] for batch in run.batches if not batch.budget),
+        "graph.hits": run.graph_hits,
+        "graph.misses": run.graph_misses,
+        "capture.graphs": len(run.capture),
+        "capture.seconds": math.fsum(cost.seconds for cost in run.capture),
+    }
+    if budget:
+        found["padding"] = (budget - tokens) / budget
+    for name, field in (
+        ("memory.pool", "pool_bytes"),
+        ("memory.allocated", "allocated_bytes"),
+        ("graph.nodes", "nodes"),
+    ):
+        values = [getattr(cost, field) for cost in run.capture]
+        if values and None not in values:
+            found[name] = sum(values)
+    return found
+
+
+def _nodes(base: Run, head: Run) -> list[Metric]:
+    """Graph nodes per budget, where they differ."""
+    left, right = ({cost.budget: cost.nodes for cost in run.capture if cost.nodes} for run in (base, head))
+    return [
+        Metric(name=f"graph.nodes[{budget}]", unit="count", base=left[budget], head=right[budget], better="lower")
+        for budget in sorted(left.keys() & right.keys())
+        if left[budget] != right[budget]
+    ]
+
+
+# --- traces ----------------------------------------------------------------------------------------
+
+
+def _compare_traces(draft: _Draft, base: Run, head: Run) -> None:
+    calls = dict(_common_calls(base, head))
+    if len(calls) < max(len(base.calls), len(head.calls)):
+        draft.notes.append("traces are not compared: the sides encode different calls")
+        return
+    for arm in ARMS:
+        left, right = _trace_of(base, arm), _trace_of(head, arm)
+        shared = left.keys() & right.keys()
+        if not shared:
+            if left or right:
+                draft.notes.append(f"{arm}: no trace with the same activities on both sides")
+            continue
+        key = min(shared, key=lambda item: (item[0] != 0, "cpu" in item[1]))  # rank 0, least distortion
+        try:
+            sides = [
+                _operations(content, *traces[key]) for content, traces in ((draft.base, left), (draft.head, right))
+            ]
+        except WorkbenchError as error:
+            draft.notes.append(f"{arm}: its traces are not compared: {error}")
+            continue
+        draft.metrics += _trace_metrics(arm, sides[0], sides[1])
+        draft.kernels += _kernel_diffs(arm, _renamed(sides[0], calls), sides[1])
+
+
+def _trace_of(run: Run, arm: Arm) -> dict[tuple[int, tuple[str, ...]], tuple[str, str]]:
+    """Traces of an arm that see the GPU: (rank, activities) to (file, window)."""
+    return {
+        (trace.rank, tuple(sorted(trace.activities))): (trace.file, trace.window)
+        for trace in run.traces
+        if trace.arm == arm and "cuda" in trace.activities
+    }
+
+
+class _Operations(Record, frozen=True):
+    """What one trace says per call: order of the first occurrence, counts and times of all.
+
+    `sequences` maps a call to the names in order; `per_call` a name to (operations, microseconds) a call.
+    """
+
+    sequences: dict[str, list[str]]
+    per_call: dict[str, tuple[float, float]]
+    counts: dict[str, float]
+    spans_us: dict[str, float]
+    warnings: list[str] = []
+
+
+def _operations(content: Content, file: str, window: str) -> _Operations:
+    from workbench.gaps import analyze
+    from workbench.trace import read_trace
+    from workbench.windows import find_windows
+
+    with content.open_trace(file) as path:
+        trace = read_trace(path)
+    pattern = f"{glob.escape(window)}#*"
+    analysis = analyze(trace, pattern)
+    windows = find_windows(trace, pattern)
+    rows = trace.gpu_rows()
+    rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
+    starts = trace.start_ns[rows]
+    sequences: dict[str, list[str]] = {}
+    for name, start, stop in zip(windows.names, windows.start_ns, windows.stop_ns, strict=True):
+        inside = slice(*np.searchsorted(starts, [start, stop]))
+        sequences.setdefault(name.rpartition("#")[2], [trace.names[i] for i in trace.name[rows[inside]]])
+    times = len(windows.names)
+    total = analysis.total
+    return _Operations(
+        sequences=sequences,
+        per_call={row.name: (row.count / times, row.total_us / times) for row in analysis.kernels},
+        counts={key: getattr(total, key) / times for key in _MEASURED},
+        spans_us={key: getattr(total, f"{key}_us") / times for key in _SPANS},
+        warnings=analysis.warnings,
+    )
+
+
+def trace_summary(
+    content: Content, file: str, window: str
+) -> tuple[dict[str, float], dict[str, float], list[tuple[str, float, float]], list[str]]:
+    """Counts, microseconds, GPU operations (name, number, microseconds) per call, and warnings of a trace.
+
+    Raises:
+        WorkbenchError: it has no such window or no GPU work.
+    """
+    found = _operations(content, file, window)
+    kernels = sorted(((name, *pair) for name, pair in found.per_call.items()), key=lambda row: -row[2])
+    return found.counts, found.spans_us, kernels, found.warnings
+
+
+def _renamed(side: _Operations, calls: dict[int, int]) -> _Operations:
+    """The base's calls under the head's numbers."""
+    names = {str(base): str(head) for base, head in calls.items()}
+    sequences = {names[call]: names_ for call, names_ in side.sequences.items() if call in names}
+    return msgspec.structs.replace(side, sequences=sequences)
+
+
+def _trace_metrics(arm: str, base: _Operations, head: _Operations) -> list[Metric]:
+    counts = [
+        Metric(name=f"{arm}.{key}", unit="count", base=base.counts[key], head=head.counts[key], better="lower")
+        for key in _MEASURED
+    ]
+    return counts + [
+        Metric(name=f"{arm}.{key}", unit="us", base=base.spans_us[key], head=head.spans_us[key], better="lower")
+        for key in _SPANS
+        if key != "wall"  # the profiled wall is not what the un-profiled timings say
+    ]
+
+
+def _kernel_diffs(arm: str, base: _Operations, head: _Operations) -> list[KernelDiff]:
+    added, removed, moved = Counter[str](), Counter[str](), Counter[str]()
+    for call in base.sequences.keys() & head.sequences.keys():
+        left, right = base.sequences[call], head.sequences[call]
+        found = align(left, right)
+        added.update(right[position] for position in found.added)
+        removed.update(left[position] for position in found.removed)
+        if found.ordered:
+            moved.update(left[position] for position, _ in found.moved)
+    rows = []
+    for name in sorted(base.per_call.keys() | head.per_call.keys()):
+        before, after = base.per_call.get(name, (0.0, 0.0)), head.per_call.get(name, (0.0, 0.0))
+        status = _status(before, after, added[name] + removed[name], moved[name])
+        if status is not None:
+            rows.append(
+                KernelDiff(
+                    arm=arm,
+                    name=name,
+                    short=short_name(name),
+                    family=family(name),
+                    status=status,
+                    base_count=before[0],
+                    head_count=after[0],
+                    base_us=before[1],
+                    head_us=after[1],
+                    moved=moved[name],
+                )
+            )
+    return sorted(rows, key=lambda row: -abs(row.head_us - row.base_us))
+
+
+def _status(
+    base: tuple[float, float], head: tuple[float, float], edits: int, moved: int
+) -> Literal["added", "removed", "changed count", "changed time", "moved"] | None:
+    if not base[0]:
+        return "added"
+    if not head[0]:
+        return "removed"
+    if edits or not math.isclose(base[0], head[0]):
+        return "changed count"
+    if abs(head[1] - base[1]) > max(KERNEL_FLOOR_US, KERNEL_TOLERANCE * base[1]):
+        return "changed time"
+    return "moved" if moved else None
+
+
+# --- parity, findings ------------------------------------------------------------------------------
+
+
+def _equality(base: Sequence[Equality], head: Sequence[Equality]) -> ParityDiff:
+    worst = [
+        max((row.relative_rms for row in side if row.relative_rms is not None), default=None) for side in (base, head)
+    ]
+    broken = [f"call {row.call} against {row.baseline} is not finite" for row in head if not row.finite]
+    return ParityDiff(
+        source="calls of the run, graph against eager",
+        base_equal=sum(row.bit_equal for row in base),
+        base_total=len(base),
+        head_equal=sum(row.bit_equal for row in head),
+        head_total=len(head),
+        base_worst=worst[0],
+        head_worst=worst[1],
+        new_findings=broken,
+    )
+
+
+def _compare_parity_sessions(draft: _Draft) -> None:
+    base, head = draft.base.parity, draft.head.parity
+    if base is None or head is None:
+        if base or head:
+            draft.notes.append("a parity session is on one side only")
+        return
+    told = [{f"{finding.suspect}: {finding.message}" for finding in side.findings} for side in (base, head)]
+    worst = [
+        max((item.graph.relative_rms for item in side.items if item.graph.relative_rms is not None), default=None)
+        for side in (base, head)
+    ]
+    draft.parity.append(
+        ParityDiff(
+            source="items of the parity session",
+            base_equal=sum(item.graph.bit_equal for item in base.items),
+            base_total=len(base.items),
+            head_equal=sum(item.graph.bit_equal for item in head.items),
+            head_total=len(head.items),
+            base_worst=worst[0],
+            head_worst=worst[1],
+            new_findings=sorted(told[1] - told[0]),
+            gone_findings=sorted(told[0] - told[1]),
+        )
+    )
+
+
+def _compare_findings(draft: _Draft) -> None:
+    """Lint findings that came or went."""
+    told = [_lint_findings(content.findings.get("lint.json")) for content in (draft.base, draft.head)]
+    if None in told:
+        if told != [None, None]:
+            draft.notes.append("lint findings are on one side only")
+        return
+    before, after = told[0] or set(), told[1] or set()
+    draft.notes += [f"lint finding, new: {text}" for text in sorted(after - before)]
+    draft.notes += [f"lint finding, gone: {text}" for text in sorted(before - after)]
+
+
+def _lint_findings(document: Any) -> set[str] | None:
+    findings = document.get("findings") if isinstance(document, dict) else None
+    if not isinstance(findings, list):
+        return None
+    rows = [row for row in findings if isinstance(row, dict)]
+    return {": ".join(str(row[key])[:300] for key in ("severity", "rule", "message") if key in row) for row in rows}
+
+
+# --- what makes it doubtful ------------------------------------------------------------------------
+
+
+def _environment_doubts(base: Environment, head: Environment) -> list[str]:
+    doubts = [
+        f"another {title}: {left} and {right}"
+        for title, left, right in (
+            ("CPU", base.cpu, head.cpu),
+            ("number of CPUs", base.cpu_count, head.cpu_count),
+            ("vLLM", base.vllm, head.vllm),
+            ("vLLM commit", base.vllm_commit, head.vllm_commit),
+            ("torch", base.torch, head.torch),
+            ("CUDA runtime", base.cuda_runtime, head.cuda_runtime),
+            ("Python", base.python, head.python),
+            ("number of GPUs", len(base.gpus), len(head.gpus)),
+        )
+        if left != right
+    ]
+    changed = [
+        f"{name} {base.packages.get(name, 'absent')} → {head.packages.get(name, 'absent')}"
+        for name in sorted(base.packages.keys() | head.packages.keys())
+        if base.packages.get(name) != head.packages.get(name)
+    ]
+    if changed:
+        doubts.append(f"other packages: {', '.join(changed[:12])}" + (" and more" if len(changed) > 12 else ""))
+    for left, right in zip(base.gpus, head.gpus, strict=False):
+        doubts += _gpu_doubts(left, right)
+    return doubts
+
+
+def _gpu_doubts(base: Any, head: Any) -> list[str]:
+    doubts = []
+    for field, title in (("name", "GPU"), ("driver", "driver"), ("cuda_driver", "CUDA driver")):
+        left, right = getattr(base, field), getattr(head, field)
+        if left != right:
+            doubts.append(f"another {title}: {left} and {right}")
+    for field, title, unit in (
+        ("sm_clock_mhz", "SM clock", "MHz"),
+        ("memory_clock_mhz", "memory clock", "MHz"),
+        ("max_sm_clock_mhz", "largest SM clock", "MHz"),
+        ("power_limit_w", "power limit", "W"),
+    ):
+        left, right = getattr(base, field), getattr(head, field)
+        if left and right and abs(right / left - 1) > CLOCK_TOLERANCE:
+            doubts.append(f"another {title}: {left} and {right} {unit}")
+    left, right = base.temperature_c, head.temperature_c
+    if left is not None and right is not None and abs(left - right) > HEAT_TOLERANCE:
+        doubts.append(f"another temperature: {left} and {right} °C")
+    for side, gpu in (("base", base), ("head", head)):
+        if gpu.other_processes:
+            doubts.append(f"{side}: {gpu.other_processes} other processes were on the GPU")
+    return doubts
+
+
+def _run_doubts(base: Run, head: Run) -> list[str]:
+    doubts = []
+    if base.model.weights_fingerprint != head.model.weights_fingerprint:
+        doubts.append("the weights differ")
+    if base.model.attention_backend != head.model.attention_backend:
+        doubts.append(f"another attention backend: {base.model.attention_backend} and {head.model.attention_backend}")
+    if base.seed != head.seed:
+        doubts.append(f"another seed of the inputs: {base.seed} and {head.seed}")
+    if base.warmup != head.warmup:
+        doubts.append(f"another number of warm-up calls: {base.warmup} and {head.warmup}")
+    return doubts
+
+
+def _differences(base: Run, head: Run) -> list[str]:
+    """What the author changed on purpose: the configuration."""
+    return [
+        f"{field}: {left} → {right}"
+        for field in base.config.__struct_fields__
+        if (left := getattr(base.config, field)) != (right := getattr(head.config, field))
+    ]
+
+
+# --- foreign results -------------------------------------------------------------------------------
+
+
+def _compare_external(draft: _Draft, base: External, head: External) -> None:
+    if base.source != head.source:
+        draft.doubts.append(f"made by other tools: {base.source} and {head.source}")
+    draft.differences += [
+        f"{key}: {base.configuration.get(key, 'absent')} → {head.configuration.get(key, 'absent')}"
+        for key in sorted(base.configuration.keys() | head.configuration.keys())
+        if base.configuration.get(key) != head.configuration.get(key)
+    ]
+    others = {measure.name: measure for measure in head.measures}
+    for measure in base.measures:
+        if measure.name in others:
+            draft.timings.append(_foreign_timing(measure, others.pop(measure.name)))
+    missing = {m.name for m in base.measures} ^ {m.name for m in head.measures}
+    if missing:
+        draft.notes.append(f"measured on one side only: {', '.join(sorted(missing))}")
+    _compare_accuracies(draft, base, head)
+    _compare_foreign_traces(draft, base, head)
+    draft.notes += [f"{side.name}: {note}" for side in (base, head) for note in side.notes]
+
+
+def _foreign_timing(base: Measure, head: Measure) -> tuple[TimingDiff, Question | None]:
+    timing = TimingDiff(name=base.name, unit=base.unit, base=_given(base), head=_given(head), changes=[])
+    if base.samples and head.samples and base.runs == head.runs:
+        words: tuple[Verdict, Verdict] = ("better", "worse") if base.unit == "count" else ("faster", "slower")
+        if base.better == "higher":
+            words = ("worse", "better")
+        return timing, Question(base.samples, head.samples, words)
+    reason = "the files give statistics without samples, so no test is possible"
+    told: tuple[tuple[Statistic, float | None, float | None], ...] = (
+        ("mean", base.mean, head.mean),
+        ("median", base.median, head.median),
+        ("p99", base.percentiles.get("99"), head.percentiles.get("99")),
+    )
+    changes = [
+        Change(
+            statistic=statistic,
+            base=left,
+            head=right,
+            ratio=right / left if left else None,
+            low=None,
+            high=None,
+            p_value=None,
+            verdict="not judged",
+            reason=reason,
+        )
+        for statistic, left, right in told
+        if left is not None and right is not None
+    ]
+    return msgspec.structs.replace(timing, changes=changes), None
+
+
+def _given(measure: Measure) -> Statistics | None:
+    """Statistics of the samples, or those the file gives where it gives all."""
+    if measure.samples:
+        return statistics(measure.samples)
+    values = (measure.mean, measure.median, measure.std, measure.percentiles.get("99"))
+    mean, median, std, p99 = (math.nan if value is None else value for value in values)
+    if any(map(math.isnan, (mean, median, std, p99))):
+        return None
+    return Statistics(mean=mean, median=median, std=std, p99=p99, n=0)
+
+
+def _compare_accuracies(draft: _Draft, base: External, head: External) -> None:
+    others = {(row.task, row.metric): row for row in head.accuracies}
+    for row in base.accuracies:
+        other = others.get((row.task, row.metric))
+        if other is None:
+            draft.notes.append(f"{row.task} {row.metric} is on one side only")
+        elif row.stderr and other.stderr is not None:
+            if row.samples != other.samples:
+                draft.doubts.append(f"{row.task} was evaluated on {row.samples} and {other.samples} samples")
+            draft.accuracy.append(
+                benchmark_delta(
+                    row.task, row.metric, (row.value, row.stderr), (other.value, other.stderr), samples=row.samples
+                )
+            )
+        else:
+            draft.notes.append(
+                f"{row.task} {row.metric}: {row.value:.4f} → {other.value:.4f}, without a standard error that "
+                "would tell what this means"
+            )
+
+
+def _compare_foreign_traces(draft: _Draft, base: External, head: External) -> None:
+    if not base.kernels or not head.kernels:
+        return
+    sides = [_foreign_operations(side) for side in (base, head)]
+    draft.metrics += _trace_metrics("trace", sides[0], sides[1])
+    draft.kernels += _kernel_diffs("trace", sides[0], sides[1])
+
+
+def _foreign_operations(side: External) -> _Operations:
+    names = [kernel.name for kernel in side.kernels]
+    return _Operations(
+        sequences={"all": [names[index] for index in side.sequence if 0 <= index < len(names)]},
+        per_call={kernel.name: (kernel.count, kernel.total_us) for kernel in side.kernels},
+        counts={key: side.counts.get(key, 0) for key in _MEASURED},
+        spans_us={key: side.times_us.get(key, 0.0) for key in _SPANS},
+    )

@@ -1,0 +1,129 @@
+"""Numbers and verdicts in words, the same in HTML, Markdown and the terminal."""
+
+from workbench.diff import Diff, PairDiff, TimingDiff
+from workbench.evidence import Change
+from workbench.review import Review
+from workbench.run import Run
+
+DASH = "–"
+
+
+def us(value: float | None) -> str:
+    """Microseconds, in milliseconds from one upwards."""
+    if value is None:
+        return DASH
+    return f"{value / 1000:,.3f} ms" if abs(value) >= 1000 else f"{value:,.2f} µs"
+
+
+def quantity(value: float | None, unit: str) -> str:
+    """A value with its unit."""
+    if value is None:
+        return DASH
+    if unit == "us":
+        return us(value)
+    if unit == "bytes":
+        return f"{value / 2**20:,.1f} MiB"
+    if unit == "share":
+        return f"{value:.1%}"
+    if unit == "s":
+        return f"{value:.3f} s"
+    return f"{value:,.4g}" if value != int(value) else f"{int(value):,}"
+
+
+def change_text(change: Change | None) -> str:
+    """`+5.0 % (+4.1 … +5.9)`: change of head over base with its interval."""
+    if change is None or change.ratio is None:
+        return DASH
+    text = f"{change.ratio - 1:+.1%}"
+    if change.low is not None and change.high is not None:
+        text += f" ({change.low - 1:+.1%} … {change.high - 1:+.1%})"
+    return text
+
+
+def p_text(change: Change | None) -> str:
+    """The adjusted p value."""
+    if change is None or change.p_value is None:
+        return DASH
+    return f"{change.p_value:.2g}" if change.p_value >= 1e-4 else "< 0.0001"
+
+
+def tone(verdict: str | None) -> str | None:
+    """Whether a verdict is "good" or "bad" news; None for neither."""
+    return {"faster": "good", "better": "good", "slower": "bad", "worse": "bad"}.get(verdict or "")
+
+
+def share_of(equal: int, total: int) -> str:
+    """`47/50 (94 %)`."""
+    return f"{equal}/{total} ({equal / total:.0%})" if total else "none compared"
+
+
+def rms(value: float | None) -> str:
+    """A relative RMS or another small number."""
+    return DASH if value is None else f"{value:.3g}"
+
+
+def verdicts(diff: Diff) -> list[tuple[str, str | None]]:
+    """The sentences that come first, each with its verdict: headline timings of every pair."""
+    several = len(diff.pairs) > 1
+    sentences: list[tuple[str, str | None]] = []
+    for pair in diff.pairs:
+        prefix = f"{pair.name}: " if several else ""
+        told = [(timing, change) for timing in headline(pair) for change in timing.changes]
+        clear = [(timing, change) for timing, change in told if tone(change.verdict)]
+        sentences += [
+            (f"{prefix}{timing.name} {change.statistic} is {change.verdict}: {change_text(change)}", change.verdict)
+            for timing, change in clear
+        ]
+        if not clear and told:
+            sentences.append((f"{prefix}no evidence of a difference in the timings", None))
+        for row in pair.parity:
+            lost = row.base_equal / max(1, row.base_total) > row.head_equal / max(1, row.head_total)
+            for finding in row.new_findings:
+                sentences.append((f"{prefix}parity, new finding: {finding}", "worse"))
+            if lost:
+                sentences.append(
+                    (f"{prefix}fewer outputs with equal bits: {share_of(row.head_equal, row.head_total)}", "worse")
+                )
+        for delta in pair.accuracy:
+            worse = delta.sigma > 2
+            sentences.append(
+                (
+                    f"{prefix}{delta.task} {delta.metric}: {delta.a:.4f} → {delta.b:.4f}, {delta.sigma:.1f}σ",
+                    "worse" if worse and delta.delta < 0 else None,
+                )
+            )
+    return sentences
+
+
+def headline(pair: PairDiff) -> list[TimingDiff]:
+    """One timing per arm: the pass over the workload, else its only call; wall clock first."""
+    whole = [timing for timing in pair.timings if timing.call is None]
+    return [timing for timing in whole if timing.clock != "gpu"] or whole
+
+
+def run_verdicts(found: Review, run: Run) -> list[tuple[str, str | None]]:
+    """The sentences that come first for one run."""
+    sentences: list[tuple[str, str | None]] = []
+    for speed in found.speed_ups:
+        if speed.call is None or len(run.calls) == 1:
+            what = "one pass over the workload" if speed.call is None else "the call"
+            sentences.append(
+                (
+                    f"graph against {speed.baseline}, {what}: {speed.value:.2f}× on the mean "
+                    f"({speed.low:.2f} … {speed.high:.2f}), {speed.median:.2f}× on the median",
+                    "faster" if speed.low > 1 else "slower" if speed.high < 1 else None,
+                )
+            )
+    if found.compared:
+        finite = "" if found.all_finite else "; some outputs are not finite"
+        sentences.append(
+            (
+                f"graph and eager: {share_of(found.equal, found.compared)} calls with equal bits, worst relative "
+                f"RMS {rms(found.worst_rms)}{finite}",
+                None if found.all_finite else "worse",
+            )
+        )
+    for failure in run.failures:
+        cause = f" ({failure.cause})" if failure.cause else ""
+        sentences.append((f"{failure.arm} failed on call {failure.call}: {failure.error}{cause}", "worse"))
+    return sentences
