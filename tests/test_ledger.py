@@ -301,6 +301,36 @@ def test_batches_budgets_hits_and_fallbacks(tmp_path: Path, vllm_like: dict[str,
     assert (ledger.calls[0].runner, ledger.calls[0].gpu_us, ledger.calls[0].error) == ("v2", None, None)
 
 
+def test_a_rank_records_its_share_under_the_calls_own_indices(tmp_path: Path, vllm_like: dict[str, Any]) -> None:
+    class Sharded(Manager):
+        def execute(self, mm_kwargs: dict[str, Any]) -> list[Any]:
+            specs = self._get_item_specs(mm_kwargs)
+            local, _ = self._select_items(mm_kwargs, [2, 0])
+            self._execute_local(local)
+            return [Tensor(np.zeros((spec.output_tokens, 3))) for spec in specs]
+
+    vllm_like["module"].__dict__["EncoderCudaGraphManager"] = Sharded
+    patch(vllm_like, Recorder(tmp_path / "l", 10**6))
+    vllm_like["runner"](Sharded()).execute_mm_encoder(IMAGES)
+    group = read_ledger(tmp_path / "l").calls[0].groups[0]
+    assert (group.shard, group.tokens) == ([2, 0], [64, 4, 400])
+    assert [(batch.items, batch.tokens, batch.budget) for batch in group.batches] == [([2, 0], 464, None)]
+
+
+def test_a_vllm_that_calls_otherwise_switches_recording_off_only(
+    tmp_path: Path, vllm_like: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Renamed(Manager):
+        def _execute_local(self, mm_kwargs: dict[str, Any]) -> Any:
+            self._select_items(mm_kwargs=mm_kwargs, indices=[0])
+            return super()._execute_local(mm_kwargs)
+
+    vllm_like["module"].__dict__["EncoderCudaGraphManager"] = Renamed
+    patch(vllm_like, Recorder(tmp_path / "l", 10**6))
+    assert tokens(vllm_like["runner"](Renamed()).execute_mm_encoder(IMAGES)) == [64, 4, 400]
+    assert len(caplog.records) == 1
+
+
 def test_runner_v1_says_that_it_synchronises(tmp_path: Path, vllm_like: dict[str, Any]) -> None:
     patch(vllm_like, Recorder(tmp_path / "l", 10**6), RUNNER_V1)
     for images in ([], IMAGES):  # a step without images is no call

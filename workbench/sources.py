@@ -175,7 +175,7 @@ def _records(value: Any, path: Path) -> list[dict[str, Any]]:
         raise WorkbenchError(f"{path} is not a JSON array of objects with width and height, or of arrays of them")
     if any(isinstance(entry, list) for entry in value):
         nested = [
-            (call, item) for call, items in enumerate(value) for item in (items if isinstance(items, list) else [0])
+            (call, item) for call, items in enumerate(value) for item in (items if isinstance(items, list) else [items])
         ]
         value = [item | {"call": call} if isinstance(item, dict) else item for call, item in nested]
     records: list[dict[str, Any]] = []

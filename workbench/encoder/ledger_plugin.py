@@ -483,15 +483,15 @@ def _patch_manager(module: ModuleType, recorder: Recorder) -> None:
         return specs
 
     @functools.wraps(select)
-    def wrapped_select(self: Any, mm_kwargs: Any, indices: list[int]) -> Any:
-        recorder.selected(indices)
-        return select(self, mm_kwargs, indices)
+    def wrapped_select(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder.selected(*args[1:2])  # mm_kwargs, indices
+        return select(self, *args, **kwargs)
 
     @functools.wraps(run_graph)
-    def wrapped_run(self: Any, mm_kwargs: Any, token_budget: int, *args: Any, **kwargs: Any) -> Any:
-        output = run_graph(self, mm_kwargs, token_budget, *args, **kwargs)
+    def wrapped_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = run_graph(self, *args, **kwargs)
         if output is not None:
-            recorder.replayed(token_budget)
+            recorder.replayed(*args[1:2])  # mm_kwargs, token budget
         return output
 
     manager.execute, manager._execute_local = wrapped_execute, wrapped_local
