@@ -151,9 +151,12 @@ def test_all_items_refused_is_an_error_even_when_skipping(tmp_path: Path) -> Non
         load_workload(path, GLM, Options(skip_bad=True))
 
 
-def test_nothing_of_that_name(tmp_path: Path) -> None:
+def test_nothing_of_that_name() -> None:
     with pytest.raises(WorkbenchError, match=r"there is no workload 'mxed'.*pull-request, glm-image"):
         load_workload("mxed", ERNIE)
+    for name in ("", "x" * 5000, "a\0b"):
+        with pytest.raises(WorkbenchError):
+            load_workload(name, ERNIE)
 
 
 # --- images -------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 TABLE_LIMIT = 2**30  # bytes of a table file
 IMAGE_LIMIT = 1_000_000  # files of a folder
 COLUMNS = ("width", "height", "frames", "call")
+_SHOWN_BUCKETS = 8
 _READERS = {".csv": "csv", ".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 _IMAGES = frozenset((
     ".avif", ".bmp", ".gif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm",
@@ -65,9 +66,13 @@ def load_workload(spec: str | Path, facts: ModelFacts, options: Options | None =
     if isinstance(spec, str) and text.lstrip().startswith("{"):
         return random_mm(replace(options.random_mm or RandomMM({}), buckets=parse_buckets(text)), facts, options)
     path = Path(spec)
-    if path.is_dir():
+    try:
+        is_folder, is_file = bool(text) and path.is_dir(), path.is_file()
+    except OSError:  # such as a name that is too long
+        is_folder = is_file = False
+    if is_folder:
         return image_folder(path, facts, options)
-    if not path.is_file():
+    if not is_file:
         raise WorkbenchError(
             f"there is no workload {text[:200]!r}: give a file, a folder of images, a bucket string like "
             f"{{(224, 224, 1): 1.0}}, or a preset ({', '.join(PRESETS)})"
@@ -84,8 +89,10 @@ def random_mm(
     sizes, offsets = sample(setting)
     shown = ", ".join(
         f"{width} x {height}" + (f" x {frames} frames" if frames > 1 else "") + f": {share:g}"
-        for (height, width, frames), share in setting.buckets.items()
+        for (height, width, frames), share in list(setting.buckets.items())[:_SHOWN_BUCKETS]
     )
+    if len(setting.buckets) > _SHOWN_BUCKETS:
+        shown += f" and {len(setting.buckets) - _SHOWN_BUCKETS} more"
     source = f"random-mm {{{shown}}}, {setting.requests} requests, seed {setting.seed}"
     return make_workload(
         sizes,
