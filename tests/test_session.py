@@ -392,7 +392,6 @@ def test_sessions_nest() -> None:
         (SessionOptions(max_model_len=0), "max_model_len 0"),
         (SessionOptions(max_num_batched_tokens=-5), "max_num_batched_tokens -5"),
         (SessionOptions(video_limit=-1), "video limit -1"),
-        (SessionOptions(video_limit=1000), "video limit 1000"),
     ],
 )
 def test_bad_options(options: SessionOptions, says: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from workbench.budgets import Configuration
+from workbench.budgets import Configuration, Limits
 from workbench.errors import WorkbenchError
 
 pytestmark = pytest.mark.engine
@@ -36,7 +36,7 @@ def encoder_tensors(options: SessionOptions) -> Tensors:
     from workbench.encoder import registry, weights
 
     facts = registry.reduced_facts(options.model, options.depth, options.width)
-    limits = engine.ServerLimits(4096, 4096, 0)
+    limits = Limits(4096, 4096, video_limit=0)
     device, dtype = torch.device("cpu"), torch.bfloat16
     with engine.surroundings(limits, device, dtype, None):
         with engine.building(device, dtype):

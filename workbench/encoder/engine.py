@@ -14,14 +14,13 @@ import importlib
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from workbench.budgets import DEFAULT_VIDEO_LIMIT, Configuration
+from workbench.budgets import Configuration, Limits
 from workbench.encoder.bootstrap import prepare
 from workbench.errors import WorkbenchError
 
@@ -157,29 +156,6 @@ def attention_backend(name: str | None) -> Any:
         ) from None
 
 
-@dataclass(frozen=True)
-class ServerLimits:
-    """What the encoder's configuration depends on beside the budgets: the server's limits.
-
-    Attributes:
-        max_model_len, max_num_batched_tokens: tokens; inferred budgets end at the smaller.
-        video_limit: videos per prompt; None is vLLM's default of 999.
-    """
-
-    max_model_len: int
-    max_num_batched_tokens: int
-    video_limit: int | None
-
-    def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_batched_tokens"):
-            if getattr(self, name) <= 0:
-                raise WorkbenchError(f"{name} {getattr(self, name)} is not positive; vLLM refuses it")
-        if self.video_limit is not None and not 0 <= self.video_limit <= DEFAULT_VIDEO_LIMIT:
-            raise WorkbenchError(
-                f"video limit {self.video_limit} is not between 0 and {DEFAULT_VIDEO_LIMIT}; 0 means no videos"
-            )
-
-
 def _compilation_config(configuration: Configuration) -> Any:
     """Return vLLM's CompilationConfig for `configuration`, encoder graphs on, no compilation."""
     from vllm.config import CompilationConfig
@@ -197,13 +173,13 @@ def manager_config(vllm_config: Any, configuration: Configuration) -> Any:
     )
 
 
-def _vllm_config(limits: ServerLimits, device: torch.device) -> Any:
+def _vllm_config(limits: Limits, device: torch.device) -> Any:
     from vllm.config import DeviceConfig, SchedulerConfig, VllmConfig
 
     scheduler = SchedulerConfig(
         max_model_len=limits.max_model_len,
-        max_num_batched_tokens=max(limits.max_num_batched_tokens, 1),
-        max_num_seqs=min(128, limits.max_num_batched_tokens),
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_num_seqs=min(128, limits.max_num_batched_tokens or 1),  # vLLM refuses more sequences than tokens
         is_encoder_decoder=False,
         # Without chunked prefill vLLM refuses a batch smaller than the longest prompt.
         enable_chunked_prefill=True,
@@ -215,13 +191,13 @@ def _vllm_config(limits: ServerLimits, device: torch.device) -> Any:
     )
 
 
-def _model_config(limits: ServerLimits, dtype: torch.dtype, backend: Any) -> Any:
+def _model_config(limits: Limits, dtype: torch.dtype, backend: Any) -> Any:
     """The part of a ModelConfig that encoders and their graph manager read; a real one needs a checkpoint."""
     from vllm.config import MultiModalConfig
 
-    per_prompt = {} if limits.video_limit is None else {"video": limits.video_limit}
+    videos = {"video": limits.video_limit}
     return SimpleNamespace(
-        multimodal_config=MultiModalConfig(limit_per_prompt=per_prompt, mm_encoder_attn_backend=backend),
+        multimodal_config=MultiModalConfig(limit_per_prompt=videos, mm_encoder_attn_backend=backend),
         max_model_len=limits.max_model_len,
         dtype=dtype,
         is_moe=False,
@@ -231,8 +207,12 @@ def _model_config(limits: ServerLimits, dtype: torch.dtype, backend: Any) -> Any
 
 
 @contextlib.contextmanager
-def surroundings(limits: ServerLimits, device: torch.device, dtype: torch.dtype, backend: Any) -> Iterator[Any]:
+def surroundings(limits: Limits, device: torch.device, dtype: torch.dtype, backend: Any) -> Iterator[Any]:
     """Enter vLLM's process-wide state for encoders on `device`; yield the VllmConfig.
+
+    Args:
+        limits: of the server; both token limits must be given.
+        backend: of vision attention, from `attention_backend`.
 
     While it lasts: the current VllmConfig, parallel groups of size one, IR operator priorities and, on CUDA, a
     stream of its own (vLLM captures on the current stream, and the default stream cannot capture). Afterwards all of

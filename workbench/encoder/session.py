@@ -132,6 +132,7 @@ class EncoderSession:
     ) -> None:
         self.facts = facts
         self.options = options
+        self.limits = server_limits(options, facts)
         self.device = device
         self.dtype = engine.choose_dtype(options.dtype)
         self.replay: Replay = "cuda_graph" if device.type == "cuda" else "static_replay"
@@ -187,7 +188,7 @@ class EncoderSession:
         from workbench.encoder.static_replay import StaticReplayManager
 
         kind = EncoderCudaGraphManager if self.device.type == "cuda" else StaticReplayManager
-        _refuse_what_vllm_refuses(configuration, self.options, self.facts)
+        resolve(configuration, self.limits)  # refuses what vLLM refuses, in the workbench's words
         config = engine.manager_config(self.vllm_config, configuration)
         try:
             with torch.inference_mode():
@@ -392,8 +393,8 @@ def open_session(options: SessionOptions, configuration: Configuration) -> Itera
     dtype = engine.choose_dtype(options.dtype)
     device = engine.choose_device(options.device)
     backend = engine.attention_backend(options.attention_backend)
-    limits = engine.ServerLimits(options.max_model_len, options.max_num_batched_tokens, options.video_limit)
-    _refuse_what_vllm_refuses(configuration, options, facts)
+    limits = server_limits(options, facts)
+    resolve(configuration, limits)
     size = f"{facts.title} of depth {facts.depth} and width {facts.width}"
     engine.require_memory(device, builder.parameters(facts) * dtype.itemsize, size)
 
@@ -427,16 +428,24 @@ def open_session(options: SessionOptions, configuration: Configuration) -> Itera
         yield session
 
 
-def _refuse_what_vllm_refuses(configuration: Configuration, options: SessionOptions, facts: ModelFacts) -> None:
-    """Raise the error of `budgets.resolve`, in its words, before anything is built."""
-    limits = Limits(
+def server_limits(options: SessionOptions, facts: ModelFacts) -> Limits:
+    """Return what vLLM infers a configuration from, for `budgets.resolve`.
+
+    Raises:
+        WorkbenchError: a limit that vLLM refuses.
+    """
+    for name in ("max_model_len", "max_num_batched_tokens"):
+        if getattr(options, name) <= 0:
+            raise WorkbenchError(f"{name} {getattr(options, name)} is not positive; vLLM refuses it, so raise it")
+    if options.video_limit is not None and options.video_limit < 0:
+        raise WorkbenchError(f"video limit {options.video_limit} is negative; use 0 for no videos")
+    return Limits(
         max_model_len=options.max_model_len,
         max_num_batched_tokens=options.max_num_batched_tokens,
         min_budget=facts.min_budget,
         video_limit=DEFAULT_VIDEO_LIMIT if options.video_limit is None else options.video_limit,
         max_frames_per_video=facts.max_frames_per_video,
     )
-    resolve(configuration, limits)
 
 
 def _backend_name(model: Any, part: str) -> str:
