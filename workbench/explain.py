@@ -87,7 +87,8 @@ def _subject(folder: Path, kind: Literal["live", "recorded", "static_replay"]) -
 def speed(run: Run) -> pd.DataFrame:
     """Statistics of un-profiled wall time per call and arm, milliseconds, with speed-ups against both baselines.
 
-    `vs served` and `vs fallback` are median(baseline) / median(arm); an arm that failed has a row without numbers.
+    `vs served` and `vs fallback` are median(baseline) / median(arm); an arm that failed has its cause in
+    `failed` and no numbers. Columns that no row fills are left out.
     """
     rows = []
     for number, call in enumerate(run.calls):
@@ -103,7 +104,7 @@ def speed(run: Run) -> pd.DataFrame:
                 row |= {f"vs {_short(base)}": _speedup(timed, base, arm) for base in ARMS if base != "graph"}
             row["failed"] = failed.get(arm)
             rows.append(row)
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows).dropna(axis="columns", how="all")
 
 
 def _short(arm: Arm) -> str:

@@ -35,6 +35,7 @@ _GROUP_COLORS = {
     "item_specs": MUTED,
 }
 _LANES = ("GPU", "CUDA calls", "host")
+_BELOW = {"orientation": "h", "x": 0, "y": -0.28, "yanchor": "top"}  # a legend of several rows would hide the title
 
 
 def speed(table: pd.DataFrame, call: int = 0) -> go.Figure:
@@ -70,7 +71,11 @@ def where_time_goes(table: pd.DataFrame) -> go.Figure:
     for column, (title, color) in _PARTS.items():
         figure.add_bar(y=table["arm"], x=table[column] / 1e3, orientation="h", name=title, marker_color=color)
     figure.update_layout(
-        barmode="stack", title="Where the time of a call goes on the GPU", xaxis_title="ms (traced)", height=320
+        barmode="stack",
+        title="Where the time of a call goes on the GPU",
+        xaxis_title="ms (traced)",
+        height=360,
+        legend=_BELOW,
     )
     figure.update_yaxes(autorange="reversed")
     return figure
@@ -131,7 +136,7 @@ def gap_distribution(gaps: pd.DataFrame) -> go.Figure:
         )
     figure.update_xaxes(type="log", title="length of the idle interval, us")
     figure.update_yaxes(title="share of intervals up to it", tickformat=".0%")
-    figure.update_layout(title="How long the GPU waits between two ops", height=420)
+    figure.update_layout(title="How long the GPU waits between two ops", height=480, legend=_BELOW)
     return figure
 
 
