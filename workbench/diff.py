@@ -303,8 +303,8 @@ def _compare_timings(draft: _Draft, base: Run, head: Run) -> None:
     common = _common_calls(base, head)
     if len(common) < max(len(base.calls), len(head.calls)):
         draft.notes.append(
-            f"{len(common)} calls are common to both sides, of {len(base.calls)} and {len(head.calls)}; "
-            "the others are left out"
+            f"calls common to both sides: {len(common)}, of {len(base.calls)} and {len(head.calls)}; the others are "
+            "left out"
         )
     clocks: tuple[Clock, ...] = ("wall", "gpu")
     for arm in ARMS:

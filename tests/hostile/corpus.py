@@ -308,19 +308,19 @@ def _bad_traces(good: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 SCRIPTS = (
-    "<script>window.pwned=1</script>",
-    "<img src=x onerror=\"window.pwned=1\">",
-    "</title></style></script><svg onload=window.pwned=1>",
-    "\"><iframe srcdoc='<script>parent.pwned=1</script>'></iframe>",
-    "' onmouseover='window.pwned=1' autofocus onfocus='window.pwned=1",
-    "<a href=\"javascript:window.pwned=1\" id=x>x</a>",
-    "[x](javascript:window.pwned=1) ![y](http://127.0.0.1:{port}/pixel.png)",
+    "<script>document.documentElement.dataset.pwned=1</script>",
+    "<img src=x onerror=\"document.documentElement.dataset.pwned=1\">",
+    "</title></style></script><svg onload=document.documentElement.dataset.pwned=1>",
+    "\"><iframe srcdoc='<script>parent.document.documentElement.dataset.pwned=1</script>'></iframe>",
+    "' onmouseover='document.documentElement.dataset.pwned=1' autofocus onfocus='document.documentElement.dataset.pwned=1",
+    "<a href=\"javascript:document.documentElement.dataset.pwned=1\" id=x>x</a>",
+    "[x](javascript:document.documentElement.dataset.pwned=1) ![y](http://127.0.0.1:{port}/pixel.png)",
     "<img src=\"http://127.0.0.1:{port}/pixel.png\"><link rel=stylesheet href=\"http://127.0.0.1:{port}/a.css\">",
     "<meta http-equiv=refresh content=\"0;url=http://127.0.0.1:{port}/\"><base href=\"http://127.0.0.1:{port}/\">",
     "<style>@import url(http://127.0.0.1:{port}/b.css); body{background:url(http://127.0.0.1:{port}/c.png)}</style>",
     "{{ 7 * 7 }}{% for x in ().__class__.__base__.__subclasses__() %}{% endfor %}${7*7}#{7*7}",
-    "<!--><script>window.pwned=1</script>-->]]><![CDATA[<script>window.pwned=1</script>]]>",
-    "&lt;script&gt;window.pwned=1&lt;/script&gt;&#60;script&#62;",
+    "<!--><script>document.documentElement.dataset.pwned=1</script>-->]]><![CDATA[<script>document.documentElement.dataset.pwned=1</script>]]>",
+    "&lt;script&gt;document.documentElement.dataset.pwned=1&lt;/script&gt;&#60;script&#62;",
     "\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp.exe\u2066\u200b",
     "| a | b |\n|---|---|\n```\n</details>@everyone #1 [bold]x[/bold] [link=http://x]y[/link]",
 )  # fmt: skip

@@ -128,17 +128,23 @@ class _Reader:
         self._ranges()
         return self._trace()
 
+    def _there(self, table: str) -> set[str]:
+        """Columns of a table; they vary with the version of Nsight Systems."""
+        if table not in self.tables:
+            return set()
+        return {str(row[1]) for row in self.database.execute(f"PRAGMA table_info({table})")}
+
     def _rows(self, table: str, wanted: dict[str, str], where: str = "") -> Iterator[list[tuple[Any, ...]]]:
         """Yield blocks of rows; a column the export lacks is the constant -1.
 
-        `wanted` maps our name to the expression; its key must be a column for it to be used.
+        `wanted` maps a column to the expression that is read where the column is there.
         """
-        if table not in self.tables:
+        there = self._there(table)
+        if not there:
             return
-        there = {str(row[1]) for row in self.database.execute(f"PRAGMA table_info({table})")}
-        parts = [expression if column in there else "-1" for column, expression in wanted.items()]
         if not {"start", "end"} <= there:
             raise WorkbenchError(f"{self.path} has a table {table} without start and end; {_EXPORT}")
+        parts = [expression if column in there else "-1" for column, expression in wanted.items()]
         query = f"SELECT {', '.join(parts)} FROM {table} {where} LIMIT {MOST_ROWS + 1}"  # noqa: S608  fixed names
         cursor = self.database.execute(query)
         while block := cursor.fetchmany(_BLOCK):
@@ -160,17 +166,19 @@ class _Reader:
         return f"(SELECT value FROM StringIds WHERE id = {column})"  # noqa: S608  fixed names
 
     def _kernels(self) -> None:
+        table = "CUPTI_ACTIVITY_KIND_KERNEL"
+        name = next((name for name in ("demangledName", "shortName") if name in self._there(table)), "mangledName")
         wanted = {
             **{key: key for key in ("start", "end", "deviceId", "streamId", "correlationId", "graphNodeId")},
             **{"graphId": "graphId", "globalPid": "globalPid"},
-            "demangledName": self._text_of("demangledName"),
+            name: self._text_of(name),
         }
-        for block in self._rows("CUPTI_ACTIVITY_KIND_KERNEL", wanted):
+        for block in self._rows(table, wanted):
             start, end, device, stream, correlation, node, graph, place = self._ints(block, 8)
             self.columns.add(
                 len(block), start=start, end=end, category=int(Category.KERNEL), device=device, stream=stream,
                 correlation=correlation, graph_node=_node(node), graph=graph, pid=_pid(place),
-                name=[self._number(row[8]) for row in block],
+                name=[self._number(row[8] if isinstance(row[8], str) else "kernel without a name") for row in block],
             )  # fmt: skip
 
     def _memory(self) -> None:
@@ -229,18 +237,20 @@ class _Reader:
             **{"start": "start", "end": "end", "globalTid": "globalTid", "text": "text"},
             "textId": self._text_of("textId"),
         }
-        where = f"WHERE eventType IN ({_PUSH_POP}, {_START_END}) AND end IS NOT NULL"
+        where = "WHERE end IS NOT NULL AND end >= start"
+        if "eventType" in self._there("NVTX_EVENTS"):
+            where += f" AND eventType IN ({_PUSH_POP}, {_START_END})"
         for block in self._rows("NVTX_EVENTS", wanted, where):
             start, end, place = self._ints(block, 3)
-            texts = [row[3] if isinstance(row[3], str) else row[4] for row in block]
+            texts = [next((text for text in row[3:] if isinstance(text, str)), "") for row in block]
             self.columns.add(
                 len(block), start=start, end=end, pid=_pid(place), tid=_tid(place),
-                category=int(Category.USER_ANNOTATION), name=[self._number(text or "") for text in texts],
+                category=int(Category.USER_ANNOTATION), name=[self._number(text) for text in texts],
             )  # fmt: skip
 
     def _trace(self) -> Trace:
         columns = self.columns
-        start, end = columns.column("start"), columns.column("end")
+        start, end, device = columns.column("start"), columns.column("end"), columns.column("device")
         if (end < start).any():
             raise WorkbenchError(f"{self.path} holds an event that ends before it starts; {_EXPORT}")
         return Trace(
@@ -250,7 +260,7 @@ class _Reader:
             category=columns.column("category", np.uint8),
             name=columns.column("name", np.int32),
             names=list(self.names),
-            device=columns.column("device", np.int32),
+            device=np.where(columns.column("category") <= Category.MEMSET, device.clip(min=0), -1).astype(np.int32),
             stream=columns.column("stream"),
             pid=columns.column("pid"),
             tid=columns.column("tid"),

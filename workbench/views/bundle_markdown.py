@@ -26,7 +26,7 @@ def plain(text: object) -> str:
 def diff_markdown(diff: Diff, answers: Sequence[Answer] = ()) -> str:
     """The comparison as Markdown that pastes into a pull request."""
     lines = [f"### {plain(diff.base)} → {plain(diff.head)}", ""]
-    lines += [f"- {'**' + verdict + '** ' if verdict else ''}{plain(text)}" for text, verdict in verdicts(diff)]
+    lines += [f"- **{plain(text)}**" if verdict else f"- {plain(text)}" for text, verdict in verdicts(diff)]
     for pair in diff.pairs:
         lines += ["", *_pair_markdown(pair, named=len(diff.pairs) > 1)]
     if answers:

@@ -45,7 +45,7 @@ margin:.4rem 0}.verdict.good{border-color:var(--good)}.verdict.bad{border-color:
 font-size:.87rem;margin:.4rem 0}th,td{border-bottom:1px solid var(--line);padding:.18rem .6rem;text-align:left;
 vertical-align:top}th{color:var(--muted);font-weight:600}.n{text-align:right;font-variant-numeric:tabular-nums;
 white-space:nowrap}.wide{overflow-x:auto}pre{background:#f5f6f8;padding:.7rem;white-space:pre-wrap;overflow-wrap:anywhere;
-font-size:.85rem}td{overflow-wrap:anywhere}summary{cursor:pointer;color:var(--muted)}svg{max-width:100%;height:auto}
+font-size:.85rem}td{overflow-wrap:break-word}summary{cursor:pointer;color:var(--muted)}svg{max-width:100%;height:auto}
 svg text{font:12px system-ui,sans-serif;fill:var(--ink)}code{font-size:.9em}
 @media print{body{margin:0;max-width:none;font-size:11px}details{display:block}h2{break-after:avoid}
 tr{break-inside:avoid}.wide{overflow:visible}}
@@ -76,8 +76,14 @@ def diff_html(diff: Diff, answers: Sequence[Answer] = ()) -> str:
 def _answers(answers: Sequence[Answer]) -> Markup | None:
     if not answers:
         return None
+    failed = element("span", "fails", class_="bad")
     rows = [
-        (answer.condition, answer.pair, _colored("worse") if answer.hit else "passes", answer.reason)
+        (
+            answer.condition,
+            answer.pair,
+            element("span", "fails", class_="bad") if answer.hit else "passes",
+            answer.reason,
+        )
         for answer in answers
     ]
     return join([element("h2", "Conditions"), table(("condition", "run", "", "values"), rows, text_columns=4)])

@@ -71,11 +71,13 @@ def verdicts(diff: Diff) -> list[tuple[str, str | None]]:
         told = [(timing, change) for timing in headline(pair) for change in timing.changes]
         clear = [(timing, change) for timing, change in told if tone(change.verdict)]
         sentences += [
-            (f"{prefix}{timing.name} {change.statistic} is {change.verdict}: {change_text(change)}", change.verdict)
+            (f"{prefix}{timing.name}, {change.statistic}: {change.verdict}, {change_text(change)}", change.verdict)
             for timing, change in clear
         ]
         if not clear and told:
             sentences.append((f"{prefix}no evidence of a difference in the timings", None))
+        if pair.doubts:
+            sentences.append((f"{prefix}{len(pair.doubts)} things make the comparison doubtful, see below", None))
         for row in pair.parity:
             lost = row.base_equal / max(1, row.base_total) > row.head_equal / max(1, row.head_total)
             for finding in row.new_findings:
