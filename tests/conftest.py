@@ -4,6 +4,7 @@ Tests that need an encoder share one process, where vLLM is imported once; small
 """
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,10 @@ import pytest
 
 if TYPE_CHECKING:
     from workbench.encoder.session import EncoderSession
+
+# The encoders of the tests are small: threads that wait for one another at each layer cost more than they save, above
+# all beside other work. For torch in this process and in those that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
