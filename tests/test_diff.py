@@ -104,7 +104,7 @@ def test_false_alarms_over_200_identical_pairs() -> None:
     generator, alarms = np.random.default_rng(8), 0
     for _ in range(200):
         questions = [
-            Question(*(list(generator.choice(source, max(120, len(source)))) for _ in range(2))) for source in sources
+            Question(list(generator.choice(source, size)), list(generator.choice(source, size)))
         ]
         alarms += any(change.verdict in VERDICTS for changes in judge(questions, draws=8) for change in changes)
     assert alarms <= 10

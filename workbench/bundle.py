@@ -52,7 +52,7 @@ DEEPEST_JSON = 64
 MOST_SAMPLES = 100_000  # of one timing; the bootstrap's work grows with them
 _TRACE_RATIO = 400  # Kineto text packs 10 to 40 times
 _FOLDER = r"runs/\d\d-[a-z0-9][a-z0-9-]{0,39}"
-_TRACE_NAME = r"traces/[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\.json\.gz"
+_TRACE_NAME = r"traces/[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}\.json\.gz"
 _ALLOWED = {
     re.compile(rf"manifest\.json|{_FOLDER}/(?:run|external)\.json"): LARGEST_JSON,
     re.compile(rf"{_FOLDER}/(?:{'|'.join(map(re.escape, FINDINGS))})"): LARGEST_JSON,

@@ -22,6 +22,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -48,8 +49,14 @@ _CHUNK = 1 << 20
 _MEMO = 200_000  # distinct strings remembered; a trace repeats its names a thousand times
 
 _STRING = rb'"(?:[^"\\]++|\\.)*+"'
+_ANY_STRING = re.compile(_STRING, re.DOTALL)
 _TOKEN = re.compile(rb"(" + _STRING + rb")(\s*:)?|[{}\[\]]|(\")", re.DOTALL)
 _LITERAL = re.compile(rb"(" + _STRING + rb")(\s*:)?", re.DOTALL)
+_BRACKET = re.compile(rb"(?:[^\"{}\[\]]++|" + _STRING + rb")*+(?:([{}\[\]])|(\"))", re.DOTALL)
+# A whole event at once: an object of objects nested at most twice, as nearly all are.
+_FLAT = rb"\{(?:[^{}\"]++|" + _STRING + rb")*+\}"
+_NESTED = rb"\{(?:[^{}\"]++|" + _STRING + rb"|" + _FLAT + rb")*+\}"
+_EVENT = re.compile(rb"\{(?:[^{}\"]++|" + _STRING + rb"|" + _NESTED + rb")*+\}", re.DOTALL)
 _GPU_EVENT = re.compile(rb'"cat"\s*:\s*"(?:kernel|gpu_memcpy|gpu_memset|gpu_op|concurrent_kernel)"', re.I)
 _PROCESS_EVENT = re.compile(rb'"name"\s*:\s*"process_name"')
 _HOME = re.compile(rb"(?i)(?:/home|/Users|\\+Users)(?:\\?/|\\+)([A-Za-z][\w.-]{2,31})")
@@ -118,6 +125,7 @@ class Redactor:
     _learned: set[str] = field(default_factory=set)
     _words: re.Pattern[str] | None = None
     _memo: dict[tuple[str, str, bool], tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=dict)
+    _clean: set[bytes] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._compile_words()
@@ -144,6 +152,7 @@ class Redactor:
             if _is_name(name) and name not in self._learned:
                 self._learned.add(name)
                 self._memo.clear()
+                self._clean.clear()
                 self._compile_words()
 
     def text(self, text: str, where: str, *, key: str = "", kernel: bool = False) -> str:
@@ -151,15 +160,19 @@ class Redactor:
 
         `kernel` switches the guessing rules off. `where` only labels the findings.
         """
+        redacted, found = self._remembered(text, key, kernel)
+        for rule, shown in found:
+            self._found[where, rule, shown] += 1
+        return redacted
+
+    def _remembered(self, text: str, key: str, kernel: bool) -> tuple[str, tuple[tuple[str, str], ...]]:
         memo = (text, key, kernel)
         known = self._memo.get(memo)
         if known is None:
             if len(self._memo) > _MEMO:
                 self._memo.clear()
             known = self._memo[memo] = self._apply(text, kernel, _folded(key))
-        for rule, shown in known[1]:
-            self._found[where, rule, shown] += 1
-        return known[0]
+        return known
 
     def value(self, value: Any, where: str, *, key: str = "", inside: str = "") -> Any:
         """Return plain JSON data with every string and key redacted; numbers are left alone.
@@ -206,8 +219,15 @@ class Redactor:
         Raises:
             WorkbenchError: one event is larger than 64 MiB, or the trace larger than 8 GiB.
         """
+        held: list[bytes] = []
+        size = 0
         for is_event, data in _EventSplitter(where).split(source):
-            target.write(self._event(data, where) if is_event else self._outside(data, where))
+            held.append(self._event(data, where) if is_event else self._outside(data, where))
+            size += len(held[-1])
+            if size > _CHUNK:  # many small writes would cost as much as the search
+                target.write(b"".join(held))
+                held, size = [], 0
+        target.write(b"".join(held))
 
     def _whole(self, rule: str, value: str, where: str) -> str:
         if not value or (value.startswith("<") and value.endswith(">")):
@@ -241,7 +261,13 @@ class Redactor:
         return f"<{rule}>"
 
     def _event(self, data: bytes, where: str) -> bytes:
-        """Redact one event, given as the text of its object."""
+        """Redact one event, given as the text of its object.
+
+        Most events consist of strings seen before that no rule touches, wherever they stand.
+        """
+        literals = _ANY_STRING.findall(data)
+        if self._clean.issuperset(literals) or all(map(self._is_clean, literals)):
+            return data
         if re.search(rb'"(?i:env|environ)', data):
             return self._outside(data, where)
         kernel, process = bool(_GPU_EVENT.search(data)), bool(_PROCESS_EVENT.search(data))
@@ -258,11 +284,27 @@ class Redactor:
 
         return _LITERAL.sub(replace, data)
 
+    def _is_clean(self, literal: bytes) -> bool:
+        """Whether no rule changes this string, and, should it be a key, none changes what stands under it."""
+        if literal in self._clean:
+            return True
+        text = _decoded(literal)
+        folded = _folded(text)
+        decides = bool(_enclosing(text, "")) or any(pattern.match(folded) for _, pattern in KEY_RULES)
+        if decides or text == "process_name" or self._remembered(text, "", False)[1]:
+            return False
+        if len(self._clean) > _MEMO:
+            self._clean.clear()
+        self._clean.add(literal)
+        return True
+
     def _outside(self, data: bytes, where: str) -> bytes:
         """Redact text between events: a document's own members, where enclosing keys decide."""
         key, enclosing = "", [""]
         parts: list[bytes] = []
         position = 0
+        if not data.strip(b", \r\n\t"):
+            return data
         for match in _TOKEN.finditer(data):
             if match[1] is not None:
                 parts.append(data[position : match.start()])
@@ -301,16 +343,19 @@ class _EventSplitter:
             total += len(chunk)
             buffer, position, start = buffer[start:] + chunk, position - start, 0
             self._check(total, len(buffer))
-            for match in _TOKEN.finditer(buffer, position):
-                if match[3] is not None:  # a string that goes on in the next chunk
-                    position = match.start()
+            while match := _BRACKET.match(buffer, position):
+                if match[2] is not None:  # a string that goes on in the next chunk
+                    position = match.start(2)
                     break
-                position = match.end()
-                edge = self._edge(match)
-                if edge is not None:
-                    cut = match.start() if edge == "opens" else position
-                    yield edge == "closes", buffer[start:cut]
-                    start = cut
+                position, edge = match.end(), self._edge(match[1])
+                if edge == "opens":
+                    yield False, buffer[start : position - 1]
+                    start = position - 1
+                    if whole := _EVENT.match(buffer, start):
+                        position, edge = whole.end(), self._close()
+                if edge == "closes":
+                    yield True, buffer[start:position]
+                    start = position
         yield False, buffer[start:]
 
     def _check(self, total: int, held: int) -> None:
@@ -321,23 +366,24 @@ class _EventSplitter:
                 f"{self._where} holds one event above {_LARGEST_EVENT >> 20} MiB; export the trace again"
             )
 
-    def _edge(self, match: re.Match[bytes]) -> str | None:
-        """Follow one bracket; say whether an event opens or closes at it."""
-        mark = match[0]
-        if match[1] is not None:
-            return None
+    def _edge(self, mark: bytes) -> str:
+        """Follow one bracket; say whether an event "opens" or "closes" at it."""
         if mark in b"{[":
             opens = self._event_depth is None and mark == b"{" and self._brackets[-1:] == [b"["]
             if opens:
                 self._event_depth = len(self._brackets)
             self._brackets.append(mark)
-            return "opens" if opens else None
+            return "opens" if opens else ""
         if self._brackets:
             self._brackets.pop()
         if self._event_depth is not None and len(self._brackets) == self._event_depth:
             self._event_depth = None
             return "closes"
-        return None
+        return ""
+
+    def _close(self) -> str:
+        """The event that just opened is over."""
+        return self._edge(b"}")
 
 
 class _Lenient:
@@ -397,6 +443,7 @@ def _is_name(word: str) -> bool:
     return len(word) >= 3 and word.lower() not in COMMON_NAMES
 
 
+@lru_cache(maxsize=4096)
 def _folded(key: str) -> str:
     """`apiKey`, `API-KEY` and `api key` as `api_key`."""
     return re.sub(r"[-\s.]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key)).lower()

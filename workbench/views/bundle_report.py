@@ -81,7 +81,7 @@ def _answers(answers: Sequence[Answer]) -> Markup | None:
         (
             answer.condition,
             answer.pair,
-            element("span", "fails", class_="bad") if answer.hit else "passes",
+            failed if answer.hit else "passes",
             answer.reason,
         )
         for answer in answers
