@@ -2,7 +2,8 @@
 
 Times are integer nanoseconds. Layout, key names and their order follow the traces of torch 2.11 on
 CUDA: one key per line, microseconds with three decimals, all nodes of a graph replay under the
-correlation of its `cudaGraphLaunch`, flow arrows and process metadata between the events.
+correlation of its `cudaGraphLaunch`, flow arrows and process metadata between the events. Graph ids,
+which newer versions of Kineto add, are written for a `graph` other than 0.
 """
 
 import gzip
@@ -94,10 +95,12 @@ class Kineto:
             args |= {
                 "queued": 0, "registers per thread": 32, "shared memory": 0, "blocks per SM": 4.8,
                 "warps per SM": 19.4, "grid": [640, 1, 1], "block": [128, 1, 1],
-                "est. achieved occupancy %": 30, "graph id": graph, "graph node id": node,
+                "est. achieved occupancy %": 30,
             }  # fmt: skip
         else:
-            args |= {"bytes": 2048, "memory bandwidth (GB/s)": 1.5, "graph id": graph, "graph node id": node}
+            args |= {"bytes": 2048, "memory bandwidth (GB/s)": 1.5}
+        if node:
+            args |= {"graph id": graph, "graph node id": node}
         self.event(cat, name, start, dur, device, stream, args)
         if correlation is not None:
             self.arrow(start, correlation, device, stream, "f")

@@ -61,7 +61,7 @@ def test_details(trace: Path) -> None:
 
 def test_tables_and_sentences(trace: Path) -> None:
     text = run(trace, "--window", "*")
-    for expected in ("eager#1", "launch gap", "device_kernel[GemmUniversal]", "Graph replays", "the GPU was busy"):
+    for expected in ("eager#1", "launch gap", "device_kernel[GemmUniversal]", "Graph replays", "The GPU was busy"):
         assert expected in text
 
 

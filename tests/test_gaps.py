@@ -188,7 +188,7 @@ def test_a_sync_counts_for_the_device_its_thread_last_used(tmp_path: Path) -> No
     trace.sync(5_000, 1_000)
     trace.kernel(7_000, 8_000, 1_000, device=0)
     trace.sync(8_500, 1_000)
-    trace.sync(8_600, 1_000, tid=7)  # a thread that launched nothing
+    trace.sync(8_600, 1_000, tid=99_999)  # a thread that launched nothing
     trace.kernel(8_700, 9_000, 9_000, device=1)
     assert [row.syncs for row in analyze(saved(trace, tmp_path)).windows] == [2, 1]
 
@@ -337,6 +337,24 @@ def test_a_replay_that_lost_a_kernel_is_reported(tmp_path: Path, graph: int, dou
     for number, budget in enumerate((3, 3, 4)):  # two graphs of different size are no disagreement
         other.replay(100_000 * number, 5_000, [(100_000 * number + 9_000, 10)] * budget, graph=budget)
     assert not analyze(saved(other, tmp_path)).warnings
+
+
+@pytest.mark.parametrize("step", ["call#0", "ProfilerStep#{}"])
+def test_without_graph_ids_the_same_place_of_repeats_is_compared(tmp_path: Path, step: str) -> None:
+    """torch 2.11 writes no graph ids: two budgets in one call must not look like a lost kernel."""
+    for lost in (0, 1):
+        trace = Kineto()
+        for repeat in range(3):
+            at = 100_000 * repeat
+            trace.annotate(step.format(repeat), at, at + 90_000)
+            for place, kernels in enumerate((4, 6)):
+                begin = at + 40_000 * place
+                trace.annotate("replay", begin + 100, begin + 10_000)
+                nodes = [(begin + 12_000 + 2_000 * i, 500) for i in range(kernels - lost * place * (repeat == 2))]
+                trace.replay(begin + 200, 5_000, nodes, graph=0)
+        warnings = [text for text in analyze(saved(trace, tmp_path)).warnings if "differ" in text]
+        assert len(warnings) == lost
+        assert all("graph launch 2 under" in text and "6 kernels in 2, 5 kernels in 1" in text for text in warnings)
 
 
 def test_hip_names(tmp_path: Path) -> None:

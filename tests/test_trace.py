@@ -237,6 +237,8 @@ def test_gzip_members_padding_and_damage(tmp_path: Path) -> None:
     data = workload(1, kernels=20, nodes=3).text().encode()
     members = gzip.compress(data[:3000]) + gzip.compress(data[3000:]) + bytes(64)
     assert len(parse(tmp_path, members)) == len(parse(tmp_path, data))
+    without_trailer = parse(tmp_path, gzip.compress(data)[:-8])
+    assert any("cut off" in text for text in without_trailer.warnings)
     packed = bytearray(gzip.compress(data))
     packed[-6] ^= 0xFF  # the checksum
     with pytest.raises(WorkbenchError, match="damaged gzip"):

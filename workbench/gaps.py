@@ -176,7 +176,7 @@ def analyze(trace: Trace, window: str | None = None) -> Analysis:
         warnings=[
             *trace.warnings,
             *_doubts(trace, joined, lines, windows, exact),
-            *disagreements(replays, phases, op_phase),
+            *disagreements(replays, phases, joined),
         ],
     )
 
@@ -206,11 +206,11 @@ def report(analyses: Sequence[Analysis], details: bool = False) -> dict[str, Any
 def explain(analysis: Analysis) -> list[str]:
     """What the numbers mean, in sentences computed from them."""
     total = analysis.total
-    wall = max(total.wall_us, 1e-3)
-    per = total.gpu_ops / max(total.launches, 1)
+    per_launch = total.gpu_ops / max(total.launches, 1)
     texts = [
-        f"Over {len(analysis.windows):,} windows the GPU was busy for {total.busy_us / wall:.1%} of "
-        f"{total.wall_us / 1000:,.3f} ms, in {total.gpu_ops:,} ops of {total.launches:,} launches ({per:.1f} each)."
+        f"The GPU was busy for {total.busy_us / max(total.wall_us, 1e-3):.1%} of {total.wall_us / 1000:,.3f} ms in "
+        f"{_counted(len(analysis.windows), 'window')}: {_counted(total.gpu_ops, 'op')} of "
+        f"{_counted(total.launches, 'launch', 'launches')}, {per_launch:.1f} each."
     ]
     causes = {
         "before its first work in a window": total.lead_us,
@@ -225,12 +225,16 @@ def explain(analysis: Analysis) -> list[str]:
             f"It was idle for {total.idle_us / 1000:,.3f} ms, most of it ({longest / total.idle_us:.1%}) {cause}."
         )
     if total.syncs:
-        blocked = sum(row.blocked_us for row in analysis.phases)
-        texts.append(f"The host waited for the GPU {total.syncs:,} times, for {blocked / 1000:,.3f} ms in all.")
+        blocked = sum(row.blocked_us for row in analysis.phases) / 1000
+        texts.append(f"The host waited in {_counted(total.syncs, 'blocking call')}, for {blocked:,.3f} ms in all.")
     if analysis.families:
         first = analysis.families[0]
         texts.append(f"The largest family of GPU work is {first.family}: {first.share:.1%} of the ops' time.")
     return texts
+
+
+def _counted(number: int, one: str, many: str | None = None) -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def _shown(exact: dict[str, int]) -> dict[str, float | int]:

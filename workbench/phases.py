@@ -41,8 +41,8 @@ class PhaseRow(msgspec.Struct, frozen=True, kw_only=True):
 class Phases:
     """The boundaries of all annotations in order of thread and time.
 
-    `name` is the innermost annotation's (an index into the trace's names, -1 for none) from this
-    boundary to the next of the same thread.
+    From a boundary to the next of its thread, `name` is the innermost annotation's (an index into the
+    trace's names) and `outer` the row of the outermost one; -1 for none.
     """
 
     trace: Trace
@@ -50,6 +50,7 @@ class Phases:
     tid: Ints
     time_ns: Ints
     name: Ints
+    outer: Ints
 
     def text(self, number: int) -> str:
         """The phase's name."""
@@ -57,6 +58,13 @@ class Phases:
 
     def at(self, rows: Ints) -> Ints:
         """Phase number on each row's thread at its start."""
+        return self._value_at(rows, self.name)
+
+    def outermost(self, rows: Ints) -> Ints:
+        """Trace row of the outermost annotation on each row's thread at its start; -1 for none."""
+        return self._value_at(rows, self.outer)
+
+    def _value_at(self, rows: Ints, values: Ints) -> Ints:
         trace, count = self.trace, self.time_ns.size
         if count == 0:
             return np.full(rows.size, -1, np.int64)
@@ -69,7 +77,7 @@ class Phases:
         found = np.where(position < 0, 0, order[np.maximum(position, 0)])
         good = (position >= 0) & (pid[found] == pid[order]) & (tid[found] == tid[order])
         answer = np.empty(order.size, np.int64)
-        answer[order] = np.where(good, self.name[found], -1)
+        answer[order] = np.where(good, values[found], -1)
         return answer[count:]
 
     def of_ops(self, joined: Launches) -> Ints:
@@ -111,7 +119,9 @@ def find_phases(trace: Trace) -> Phases:
     current = np.empty(step.size, np.int64)
     current[by_depth] = np.maximum.accumulate(opened) - offset
     name = np.where((depth > 0) & (current >= 0), trace.name[both[np.maximum(current, 0)]], -1)
-    return Phases(trace, trace.pid[both], trace.tid[both], time[order], name)
+    opened_first = np.maximum.accumulate(np.where((step > 0) & (depth == 1), np.arange(step.size), -1))
+    outer = np.where((depth > 0) & (opened_first >= 0), both[np.maximum(opened_first, 0)], -1)
+    return Phases(trace, trace.pid[both], trace.tid[both], time[order], name, outer)
 
 
 def phase_ledger(

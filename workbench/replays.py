@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from workbench.timeline import Timeline
 
 NO_GRAPH = -1
+_PROFILER_STEP = "ProfilerStep#"
 
 
 class ReplayRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,13 +112,17 @@ def _graph_ids(trace: Trace, heads: Ints) -> Ints:
     return np.where(written > 0, written, np.where(upper > 0, upper, NO_GRAPH))
 
 
-def disagreements(replays: Replays, phases: Phases, op_phase: Ints) -> list[str]:
+def disagreements(replays: Replays, phases: Phases, joined: Launches) -> list[str]:
     """One sentence for every graph whose replays differ in their number of kernels.
 
-    Without graph ids the replays of one phase are compared, and the sentence says so.
+    torch 2.11 writes no graph ids. Without them the n-th replay under an outermost annotation is compared with
+    the n-th under the others of the same name, and the sentence says so.
     """
-    phase = np.where(replays.graph == NO_GRAPH, op_phase[replays.op], -1)
-    keys = np.stack([replays.device, replays.graph, phase])
+    if replays.op.size == 0:
+        return []
+    place, names = _places(replays, phases, joined)
+    known = replays.graph != NO_GRAPH
+    keys = np.stack([replays.device, replays.graph, *np.where(known, -1, np.stack([names, place]))])
     groups, where = np.unique(keys, axis=1, return_inverse=True)
     pairs, times = np.unique(np.stack([where.reshape(-1), replays.kernels]), axis=1, return_counts=True)
     counts: dict[int, Counter[int]] = {}
@@ -127,12 +132,35 @@ def disagreements(replays: Replays, phases: Phases, op_phase: Ints) -> list[str]
     for group, counter in counts.items():
         if len(counter) == 1:
             continue
-        device, graph, name = groups[:, group].tolist()
-        which = f"graph {graph}" if graph != NO_GRAPH else f"the graphs under {phases.text(name)!r}"
-        doubt = "" if graph != NO_GRAPH else "; the trace has no graph ids, so these may be different graphs"
+        device, graph, name, position = groups[:, group].tolist()
+        which = f"graph {graph}"
+        doubt = ""
+        if graph == NO_GRAPH:
+            which = f"graph launch {position + 1} under {phases.text(name)!r}"
+            doubt = "; the trace has no graph ids, so these may be different graphs"
         seen = ", ".join(f"{kernels:,} kernels in {times:,}" for kernels, times in counter.most_common())
         texts.append(f"replays of {which} on device {device} differ: {seen}{doubt}")
     return texts
+
+
+def _places(replays: Replays, phases: Phases, joined: Launches) -> tuple[Ints, Ints]:
+    """Per replay: how many precede it under the same outermost annotation, and that one's name.
+
+    The profiler's own steps are numbered; for this purpose they have one name. Without an annotation
+    the place is 0 for all, so that they are still compared.
+    """
+    trace = phases.trace
+    call = joined.call[replays.op]
+    outer = np.where(call == NO_CALL, -1, phases.outermost(call))
+    order = np.lexsort((outer, replays.device))
+    changed = np.append(True, (np.diff(outer[order]) != 0) | (np.diff(replays.device[order]) != 0))
+    first = np.maximum.accumulate(np.where(changed, np.arange(order.size), 0))
+    place = np.empty(order.size, np.int64)
+    place[order] = np.arange(order.size) - first
+    name = np.where(outer < 0, -1, trace.name[outer])
+    steps = [i for i, text in enumerate(trace.names) if text.startswith(_PROFILER_STEP)]
+    name[np.isin(name, steps)] = steps[0] if steps else -1
+    return np.where(outer < 0, 0, place), name
 
 
 def replay_rows(
