@@ -176,7 +176,7 @@ def _prefix_stage(lab: "Lab", batch: TapedBatch, blocks: int) -> Stage:
     """Capture and replay the truncated encoder on the buffers of `batch`, against eager on the same buffers."""
     assert batch.budget is not None
     manager = lab.new_manager()
-    with lab.using(manager):
+    with lab.using(manager), torch.inference_mode():
         lab.capture(manager, [batch.budget])
         captured = captured_budgets(manager)[batch.budget]
         for key, value in batch.buffers.items():

@@ -50,7 +50,7 @@ from workbench.run import Replay
 
 KEPT_ITEMS = 60  # items stored, the worst first
 KEPT_BISECTIONS = 6
-FAULT_BUDGETS = (16, 64)  # enough for every fault to show, and small enough to plant dozens
+FAULT_BUDGETS = (8, 32)  # enough for every fault to show, and small enough to plant dozens
 
 STATIC_LIMITS = [
     "the effect of values baked at capture (max_seqlen, host values, branches): a static replay runs Python again; "
