@@ -36,6 +36,7 @@ from workbench.files import write_json
 
 EVENTS = 1_000_000
 RECORDINGS = Path(__file__).parents[1] / "workbench" / "recordings"
+RECORDED_EAGER = "*-224/traces/eager_*.json.gz"  # the pull request's workload: one 224 x 224 image a call
 TIME_LIMIT_S = 900
 # HTA 0.5.0 stores wide numbers into narrow columns, which pandas 3 refuses.
 PEERS = ("HolisticTraceAnalysis==0.5.*", "pandas<3", "perfetto")
@@ -58,10 +59,9 @@ class Scaled:
 
 
 def source_text(path: Path | None) -> tuple[str, str]:
-    """Text of the trace to repeat and where it comes from: as given, the largest recording, synthetic."""
+    """Text of the trace to repeat and where it comes from: as given, the recorded eager one, synthetic."""
     if path is None:
-        recorded = sorted(RECORDINGS.glob("*/traces/*.json.gz"), key=lambda p: p.stat().st_size)
-        path = recorded[-1] if recorded else None
+        path = max(RECORDINGS.glob(RECORDED_EAGER), key=lambda recorded: recorded.stat().st_size, default=None)
     if path is None:
         from tests.kineto import workload
 
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write the result as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=EVENTS, help="complete events in the scaled trace")
-    parser.add_argument("--source", type=Path, help="trace to repeat; else the largest recording, else synthetic")
+    parser.add_argument("--source", type=Path, help="trace to repeat; else the recorded eager one")
     parser.add_argument("--peers", type=Path, help="virtual environment with HTA and Perfetto; made if new")
     parser.add_argument("--readers", nargs="*", default=list(READERS), choices=list(READERS))
     parser.add_argument("--folder", type=Path, help="where the scaled files go; else a temporary folder")

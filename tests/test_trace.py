@@ -340,6 +340,14 @@ def test_text_after_the_end_is_said(tmp_path: Path) -> None:
     assert "after the end" in parse(tmp_path, json.dumps([event()]) + " x").warnings[0]
 
 
+def test_white_space_without_end_is_quick(tmp_path: Path) -> None:
+    blank = b" " * (64 * 2**20)
+    with pytest.raises(WorkbenchError, match="is empty"):
+        parse(tmp_path, gzip.compress(blank, 1))
+    events = b"[" + json.dumps(event()).encode() + b"]"
+    assert len(parse(tmp_path, gzip.compress(blank + events + blank, 1))) == 1
+
+
 def test_a_single_huge_value_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workbench.trace, "CHUNK", 1000)
     monkeypatch.setattr(workbench.trace, "LARGEST_VALUE", 10_000)

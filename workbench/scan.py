@@ -125,6 +125,12 @@ def _skip(table, text, position):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
+def skip_space(text, position):  # type: ignore[no-untyped-def]
+    """First position that is not white space; the padding ends every run."""
+    return _skip(_SPACE, text, position)
+
+
+@njit(cache=True, nogil=True)
 def _skip_string(text, position, end):  # type: ignore[no-untyped-def]
     """From after an opening quote to after the closing one, or `_ENDS`."""
     while True:
@@ -282,10 +288,10 @@ def _key(text, position, end):  # type: ignore[no-untyped-def]
     position, value = _hash_string(text, position + 1, end, _BASIS)
     if position < 0:
         return position, value
-    position = _skip(_SPACE, text, position)
+    position = skip_space(text, position)
     if text[position] != _COLON:
         return (_ENDS if position >= end else _WRONG), value
-    position = _skip(_SPACE, text, position + 1)
+    position = skip_space(text, position + 1)
     return (_ENDS if position >= end else position), value
 
 

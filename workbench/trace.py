@@ -29,7 +29,7 @@ from workbench.errors import WorkbenchError
 Ints = NDArray[np.int64]
 
 CHUNK = 4 * 2**20
-LARGEST_VALUE = 256 * 2**20  # one event or metadata value above this is not a trace
+LARGEST_VALUE = 64 * 2**20  # one event or metadata value above this is not a trace
 _ROWS = 2**15  # events per call of the scanner
 _GZIP_MAGIC = b"\x1f"  # and no JSON begins so; the second byte may be cut off
 _GZIP_WINDOW = 31  # zlib: gzip header, largest window
@@ -281,11 +281,14 @@ def _read_ahead(items: Iterator[bytes], depth: int = 4) -> Iterator[bytes]:
 class _Buffer:
     """A window on the text: `data[position:end]` is unread, zeros follow `end`."""
 
-    def __init__(self, pieces: _Pieces, padding: int) -> None:
+    def __init__(self, pieces: _Pieces) -> None:
+        from workbench import scan
+
+        self.skip_space = scan.skip_space
+        self.padding = scan.PADDING
         self.source = pieces
         self.pieces = iter(pieces)
-        self.padding = padding
-        self.data: NDArray[np.uint8] = np.zeros(2 * CHUNK + padding, np.uint8)
+        self.data: NDArray[np.uint8] = np.zeros(2 * CHUNK + self.padding, np.uint8)
         self.position = 0
         self.end = 0
         self.consumed = 0  # bytes of the file before data[0]
@@ -319,8 +322,7 @@ class _Buffer:
     def peek(self) -> int:
         """The next byte that is not white space, unread; 0 at the end of the file."""
         while True:
-            while self.position < self.end and self.data[self.position] in b" \t\r\n":
-                self.position += 1
+            self.position = self.skip_space(self.data, self.position)
             if self.position < self.end:
                 return int(self.data[self.position])
             if not self.more():
@@ -337,7 +339,7 @@ class _Reader:
         self.source = source
         self.path = pieces.path
         self.pieces = pieces
-        self.buffer = _Buffer(pieces, scan.PADDING)
+        self.buffer = _Buffer(pieces)
         self.table = scan.NameTable()
         self.state: Ints = np.zeros(len(scan.State), np.int64)
         self.seen: Ints = np.zeros(len(Category), np.int64)
