@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tests.runs import make_run
 from workbench.budgets import Configuration, Limits, resolve
 from workbench.cli import app
-from workbench.costs import CostModel, CostProfile, EagerPoint, HostCosts, MemoryPoint, ReplayPoint, TailPoint
+from workbench.costs import CostModel, CostProfile, EagerPoint, MemoryPoint, ReplayPoint, TailPoint
 from workbench.errors import WorkbenchError
 from workbench.files import write_json
 from workbench.lint import RULES, Finding, Ints, lint
@@ -247,7 +247,6 @@ def cost_profile() -> CostProfile:
     """A profile with nothing but captures: 100 MiB for the first of 1024, 2 MiB for one of 64 beside it."""
     run = make_run()
     points = [MemoryPoint(budget=b, first=first, seconds=s, bytes=m * 2**20) for b, first, s, m in CAPTURED]
-    host = HostCosts(call_us=0, batch_us=0, item_us=0, residual_low=0, residual_high=0, residual_median=0)
     return CostProfile(
         schema_version=1,
         workbench="test",
@@ -263,7 +262,6 @@ def cost_profile() -> CostProfile:
         eager=[EagerPoint(arm="eager_served", tokens=64, wall_us=[1.0])],
         calls=[],
         captures=points,
-        host=host,
         seed=0,
     )
 

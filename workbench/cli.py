@@ -15,6 +15,7 @@ GROUPS: tuple[str, ...] = (
     "analyze",
     "costs",
     "plan",
+    "advise",
     "env",
     "report",
     "bundle",

@@ -10,13 +10,16 @@ The model is additive, every term measured on its own (`workbench.encoder.calibr
   budgets both are interpolated linearly; outside them the model refuses.
 * `tail(tokens)` is what follows a replay eagerly (Ernie's resampler), host and GPU, interpolated in tokens.
 * `call_us`, `batch_us`, `item_us` are host costs, fitted by least squares to whole calls. They absorb overlaps of
-  host and GPU, so `batch_us` may be negative where a replay hides launches of the batch before.
+  host and GPU, so `batch_us` may be negative, where a replay hides the launches of the batch before; the others are
+  not.
 * An item that no budget holds runs eagerly, alone; its cost is interpolated in tokens and reported apart.
 
 The interval of a prediction is the spread of the relative residuals of the calibration calls.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -26,10 +29,13 @@ import numpy.typing as npt
 from workbench.errors import WorkbenchError
 from workbench.files import read_json
 from workbench.planner import FALLBACK, PATCHES_PER_TOKEN, Arrangement, Plan
-from workbench.run import Arm, Environment, ModelRecord, Record, Replay
+from workbench.run import ARMS, RECORDINGS, Arm, Environment, ModelRecord, Record, Replay
 
 SCHEMA_VERSION = 1
 INTERVAL = (0.05, 0.95)  # quantiles of the calibration residuals that a prediction's interval spans
+
+# Profiles that ship with the workbench, by model; `scripts/h200_costs.sh` makes them.
+SHIPPED = {"ernie45_vl": RECORDINGS / "costs_h200_ernie45_vl" / "profile.json"}
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -69,10 +75,11 @@ class BatchShape(Record, frozen=True):
 
 
 class CallPoint(Record, frozen=True):
-    """One calibration call that only replays."""
+    """One calibration call that only replays: until its outputs are there, and until vLLM's function returns."""
 
     batches: list[BatchShape]
     wall_us: list[float]
+    host_us: list[float]
 
 
 class MemoryPoint(Record, frozen=True):
@@ -84,7 +91,8 @@ class MemoryPoint(Record, frozen=True):
     bytes: int
 
 
-class HostCosts(Record, frozen=True):
+@dataclass(frozen=True)
+class HostCosts:
     """Fitted host terms in microseconds and the relative residuals (measured / predicted - 1) of the fit."""
 
     call_us: float
@@ -96,7 +104,7 @@ class HostCosts(Record, frozen=True):
 
 
 class CostProfile(Record, frozen=True):
-    """Everything measured in one `workbench calibrate`; coefficients can be fitted again from it."""
+    """Everything measured in one `workbench calibrate`; `CostModel` fits its coefficients to it."""
 
     schema_version: int
     workbench: str
@@ -109,7 +117,6 @@ class CostProfile(Record, frozen=True):
     eager: list[EagerPoint]
     calls: list[CallPoint]
     captures: list[MemoryPoint]
-    host: HostCosts
     seed: int
 
     @property
@@ -142,6 +149,43 @@ def read_profile(path: Path, model: str | None = None, gpu: str | None = None) -
             "--any-profile"
         )
     return profile
+
+
+def default_profile(model: str) -> Path:
+    """Return the profile that ships with the workbench for `model`.
+
+    Raises:
+        WorkbenchError: none ships for it.
+    """
+    path = SHIPPED.get(model)
+    if path is None or not path.is_file():
+        raise WorkbenchError(
+            f"no cost profile of {model} ships with the workbench; measure one on the GPU that serves with `workbench "
+            f"calibrate --model {model} --out FILE`, and pass it as --profile"
+        )
+    return path
+
+
+def choose_profile(model: str, path: Path | None = None, *, any_profile: bool = False) -> CostProfile:
+    """Read the profile at `path`, or the one that ships for `model`.
+
+    A profile given by path must be of this machine's GPU, where it has one; the one that ships prices a server,
+    wherever it is read.
+
+    Args:
+        any_profile: accept a profile of another model or GPU.
+
+    Raises:
+        WorkbenchError: as `read_profile` and `default_profile`.
+    """
+    if any_profile:
+        return read_profile(path or default_profile(model))
+    if path is None:
+        return read_profile(default_profile(model), model)
+    from workbench.environment import gpus
+
+    here = {gpu.name for gpu in gpus()}
+    return read_profile(path, model, next(iter(here)) if len(here) == 1 else None)
 
 
 @dataclass(frozen=True)
@@ -204,7 +248,7 @@ class CallCosts:
     """Prediction of every call of a plan, microseconds of wall time.
 
     Attributes:
-        wall_us: [C] calls in the workload's order; an empty call costs nothing.
+        wall_us: [C] calls in the workload's order; an empty call costs 0.
         gpu_us: [C] replay time alone.
         replays_only: [C] False where a fallback is in it.
     """
@@ -237,31 +281,33 @@ class CostModel:
 
     def __init__(self, profile: CostProfile) -> None:
         self.profile = profile
-        self.host = profile.host
         self.replay = ReplayModel.fit(profile.replays)
-        tails = sorted(profile.tails, key=lambda point: point.tokens)
-        self._tail_tokens = np.array([point.tokens for point in tails], dtype=np.float64)
-        self._tail_us = np.array([np.median(point.wall_us) for point in tails])
-        fallback = sorted(
-            (point for point in profile.eager if point.arm == "eager_fallback"),
-            key=lambda point: point.tokens,
-        )
-        self._eager_tokens = np.array([point.tokens for point in fallback], dtype=np.float64)
-        self._eager_us = np.array([np.median(point.wall_us) for point in fallback])
+        self._tail_tokens, self._tail_us = _medians(profile.tails)
+        self._eager = {arm: _medians([p for p in profile.eager if p.arm == arm]) for arm in ARMS}
+
+    @cached_property
+    def host(self) -> HostCosts:
+        """The host terms.
+
+        Raises:
+            WorkbenchError: the profile's calls cannot tell them apart.
+        """
+        return fit_host(self.profile.calls, self.profile.replays, self.profile.tails)
 
     def tail_us(self, tokens: npt.ArrayLike) -> Floats:
         """Wall microseconds of what follows a replay that holds `tokens`; the last slope goes on beyond."""
         return _extended(np.asarray(tokens, dtype=np.float64), self._tail_tokens, self._tail_us)
 
-    def eager_us(self, tokens: npt.ArrayLike) -> Floats:
-        """Wall microseconds of the eager fallback of one item; the last slope goes on beyond.
+    def eager_us(self, tokens: npt.ArrayLike, arm: Arm = "eager_fallback") -> Floats:
+        """Wall microseconds of an eager arm on one item; the last slope goes on beyond.
 
         Raises:
             WorkbenchError: the profile measured no eager item.
         """
-        if not self._eager_tokens.size:
+        known, values = self._eager[arm]
+        if not known.size:
             raise WorkbenchError("the cost profile has no eager times, so fallbacks cannot be priced; calibrate again")
-        return _extended(np.asarray(tokens, dtype=np.float64), self._eager_tokens, self._eager_us)
+        return _extended(np.asarray(tokens, dtype=np.float64), known, values)
 
     def batch_us(
         self, budget: npt.ArrayLike, items: npt.ArrayLike, tokens: npt.ArrayLike, squares: npt.ArrayLike
@@ -304,7 +350,7 @@ class CostModel:
             WorkbenchError: no call holds an item, or a budget is outside the profile.
         """
         costs = self.call_costs(plan)
-        busy = costs.wall_us > 0
+        busy = np.diff(plan.arrangement.offsets) > 0
         if not busy.any():
             raise WorkbenchError("the workload has no item, so there is nothing to predict; give calls with items")
         wall = costs.wall_us[busy]
@@ -370,9 +416,7 @@ def fit_host(calls: list[CallPoint], replays: list[ReplayPoint], tails: list[Tai
         WorkbenchError: fewer calls than terms, or calls that cannot tell the terms apart.
     """
     replay = ReplayModel.fit(replays)
-    ordered = sorted(tails, key=lambda point: point.tokens)
-    tail_tokens = np.array([point.tokens for point in ordered], dtype=np.float64)
-    tail_us = np.array([np.median(point.wall_us) for point in ordered])
+    tail_tokens, tail_us = _medians(tails)
     rows, known, measured = [], [], []
     for call in calls:
         rows.append((1.0, float(len(call.batches)), float(sum(batch.items for batch in call.batches))))
@@ -390,8 +434,7 @@ def fit_host(calls: list[CallPoint], replays: list[ReplayPoint], tails: list[Tai
             "the calibration calls cannot tell call, batch and item costs apart; calibrate with calls of several "
             "batches and item counts"
         )
-    weights = 1 / target
-    solution, *_ = np.linalg.lstsq(matrix * weights[:, None], (target - np.array(known)) * weights, rcond=None)
+    solution = _least_squares(matrix / target[:, None], (target - np.array(known)) / target, free=1)
     residual = target / (matrix @ solution + np.array(known)) - 1
     low, high = np.quantile(residual, INTERVAL)
     return HostCosts(
@@ -402,6 +445,25 @@ def fit_host(calls: list[CallPoint], replays: list[ReplayPoint], tails: list[Tai
         residual_high=float(high),
         residual_median=float(np.median(np.abs(residual))),
     )
+
+
+def _least_squares(matrix: Floats, target: Floats, free: int) -> Floats:
+    """Least squares whose terms but column `free` are not negative: the most negative is set to 0, and so on."""
+    kept = list(range(matrix.shape[1]))
+    while True:
+        solution = np.zeros(matrix.shape[1])
+        solution[kept] = np.linalg.lstsq(matrix[:, kept], target, rcond=None)[0]
+        worst = min((term for term in kept if term != free), key=lambda term: solution[term], default=free)
+        if worst == free or solution[worst] >= 0:
+            return solution
+        kept.remove(worst)
+
+
+def _medians(points: Sequence[TailPoint | EagerPoint]) -> tuple[Floats, Floats]:
+    """Tokens, ascending, and the median wall time at each."""
+    ordered = sorted(points, key=lambda point: point.tokens)
+    tokens = np.array([point.tokens for point in ordered], dtype=np.float64)
+    return tokens, np.array([np.median(point.wall_us) for point in ordered])
 
 
 def _extended(wanted: Floats, known: Floats, values: Floats) -> Floats:

@@ -5,6 +5,10 @@ Each table names its source, its GPU and its exact workload, because none of the
 
 from dataclasses import dataclass
 
+# The configuration that vLLM pull requests 45254 (ERNIE-4.5-VL) and 40576 (GLM-4.1V) benchmark.
+PULL_REQUEST_BUDGETS = (128, 256, 512, 1024, 1536, 2048)
+PULL_REQUEST_ITEMS = 4
+
 
 @dataclass(frozen=True)
 class PublishedRow:

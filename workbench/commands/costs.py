@@ -49,29 +49,38 @@ def calibrate(
 
     options = SessionOptions(model=model, depth=depth, width=width, device=device, seed=seed)
     chosen = parse_budgets(budgets) or meter.BUDGETS
-    with progress_bar() as progress:
-        profile = meter.calibrate(options, chosen, effort=meter.Effort(samples=samples), seed=seed, progress=progress)
+    meter.check_budgets(chosen)
+    effort = meter.Effort(samples=samples)
+    rows: list[CheckRow] = []
+    with progress_bar() as progress, open_session(options, meter.IDLE) as session:
+        profile = meter.calibrate(session, chosen, effort=effort, seed=seed, progress=progress)
         write_json(out, profile)
-        rows: list[CheckRow] = []
         if check is not None:
-            with open_session(options, meter.smallest(chosen)) as session:
-                measured = meter.check_held_out(
-                    session, chosen, configurations=configurations, seed=seed + 1, progress=progress
-                )
+            measured = meter.check_held_out(
+                session, chosen, configurations=configurations, seed=seed + 1, progress=progress
+            )
             comparisons = meter.stored("held-out", profile.environment, measured)
             write_json(check, comparisons)
             rows = _checked(CostModel(profile), comparisons)
-    _show({"profile": str(out), "host": profile.host, "check": rows}, rows, as_json)
+    _show({"profile": str(out), "host": CostModel(profile).host, "check": rows}, rows, as_json)
 
 
 def compare(
-    workload: Annotated[str, Option(help="A preset's name, or a workload file.")],
-    config: Annotated[list[str], Option(help="NAME=128,256:4 (budgets:items), repeatable; NAME=auto is vLLM's own.")],
+    workload: Annotated[list[str], Option(help="A preset's name, or a workload file; repeatable.")],
+    config: Annotated[
+        list[str],
+        Option(help="NAME=128,256:4 (budgets:items), NAME=auto for vLLM's own, NAME=advised for the advisor's answer."),
+    ],
     out: Annotated[Path, Option(help="Where the samples go, JSON.")],
     model: Model = "ernie45_vl",
-    profile: Annotated[Path | None, Option(help="A cost profile, to set predictions beside.")] = None,
+    profile: Annotated[Path | None, Option(help="A cost profile, for predictions and for NAME=advised.")] = None,
+    cover: Annotated[
+        bool, Option("--cover", help="Add a workload's largest item to budgets that would not hold it (D1).")
+    ] = False,
+    max_graphs: Annotated[int, Option(help="Most graphs of an advised configuration.")] = 8,
     repeats: Annotated[int, Option(help="Samples per call and configuration.")] = 20,
-    calls: Annotated[int, Option(help="Distinct calls to time, the first ones.")] = 40,
+    warmup: Annotated[int, Option(help="Runs of each before its samples.")] = 2,
+    calls: Annotated[int, Option(help="Calls to time, the first ones.")] = 40,
     max_model_len: Annotated[int, Option(help="The server's, for inferred budgets.")] = 16_384,
     max_num_batched_tokens: Annotated[int, Option(help="The server's, for inferred budgets.")] = 8192,
     depth: Depth = None,
@@ -81,19 +90,20 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Time several budget configurations on the same calls in one process, in ABBA order."""
+    from workbench.advisor import Constraints, configurations_for
+    from workbench.budgets import Limits
     from workbench.costs import CostModel, read_profile
     from workbench.encoder import calibrate as meter
     from workbench.encoder.session import SessionOptions, open_session
     from workbench.environment import environment
     from workbench.files import write_json
     from workbench.models import model_facts
-    from workbench.profiler import distinct_calls
     from workbench.progress import progress_bar
     from workbench.sources import load_workload
 
+    facts = model_facts(model)
     named = dict(parse_named(text) for text in config)
     priced = None if profile is None else CostModel(read_profile(profile, model))
-    timed = [call.grids for call in distinct_calls(load_workload(workload, model_facts(model)))[:calls]]
     options = SessionOptions(
         model=model,
         depth=depth,
@@ -103,19 +113,34 @@ def compare(
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
     )
+    limits = Limits.of(facts, max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens, video_limit=0)
+    loaded = [load_workload(name, facts) for name in workload]
+    constraints = Constraints(max_graphs=max_graphs)
+    chosen = [configurations_for(one, named, priced, limits, constraints=constraints, cover=cover) for one in loaded]
     machine = environment()
-    with progress_bar() as progress, open_session(options, next(iter(named.values()))) as session:
-        measured = meter.compare(
-            session, named, timed, repeats=repeats, seed=seed, workload=workload, progress=progress
-        )
-    comparisons = meter.stored("compare", machine, [measured])
+    measured = []
+    with progress_bar() as progress, open_session(options, meter.IDLE) as session:
+        for one, configurations in zip(loaded, chosen, strict=True):
+            measured.append(
+                meter.compare(
+                    session,
+                    configurations,
+                    meter.first_calls(one, calls),
+                    repeats=repeats,
+                    warmup=warmup,
+                    seed=seed,
+                    workload=one.name,
+                    progress=progress,
+                )
+            )
+    comparisons = meter.stored("compare", machine, measured)
     write_json(out, comparisons)
     rows = [] if priced is None else _checked(priced, comparisons)
     _show({"comparisons": comparisons, "check": rows}, rows, as_json)
 
 
-def parse_named(text: str) -> "tuple[str, Configuration]":
-    """Return name and configuration of `NAME=128,256:4`, `NAME=128,256` or `NAME=auto`.
+def parse_named(text: str) -> "tuple[str, Configuration | None]":
+    """Return name and configuration of `NAME=128,256:4`, `NAME=128,256`, `NAME=auto`; None for `NAME=advised`.
 
     Raises:
         WorkbenchError: no name, or budgets or items that are not whole numbers.
@@ -125,7 +150,9 @@ def parse_named(text: str) -> "tuple[str, Configuration]":
     name, equals, rest = text.partition("=")
     budgets, _, items = rest.partition(":")
     if not name or not equals or (items and not items.isdigit()):
-        raise WorkbenchError(f"{text!r} is not a named configuration; write NAME=128,256:4 or NAME=auto")
+        raise WorkbenchError(f"{text!r} is not a named configuration; write NAME=128,256:4, NAME=auto or NAME=advised")
+    if rest == "advised":
+        return name, None
     return name, Configuration(parse_budgets("" if budgets == "auto" else budgets), int(items or 0))
 
 

@@ -30,7 +30,6 @@ from workbench.costs import (
     MemoryPoint,
     ReplayPoint,
     TailPoint,
-    fit_host,
 )
 from workbench.environment import environment
 from workbench.errors import WorkbenchError
@@ -38,27 +37,33 @@ from workbench.progress import Progress, silent
 from workbench.run import Arm, CaptureCost, Environment
 
 if TYPE_CHECKING:
-    from workbench.encoder.session import EncoderInputs, EncoderSession, Grid, SessionOptions
+    from workbench.encoder.session import EncoderInputs, EncoderSession, Grid
+    from workbench.workload import Workload
 
+# To open a session with, when other managers do the work.
+IDLE = Configuration((64,), 1)
 # Calibrated densely, because a replay's time is a staircase in the rows of its matrix products.
-BUDGETS = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4097, 256))
+# They end at the largest budget that vLLM infers by default, above ERNIE-4.5-VL's largest image, 6,177 tokens.
+BUDGETS = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 256), *range(4096, 8193, 1024))
 MAX_ITEMS = 16  # of the manager whose replays are timed; at most the smallest budget
-EAGER_TOKENS = (64, 256, 1024, 2048, 4096)
+EAGER_TOKENS = (64, 256, 1024, 2048, 4096, 8192)
+CALL_TOKENS = 4096  # largest budget of the random configurations whose whole calls are timed
 FIRST_CAPTURES = 4  # managers of one budget each, whose capture shows what the activations take
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: samples per point, and calls and configurations to fit the host terms."""
+    """How much is measured: samples per point, and configurations, calls of each and their samples for the host terms."""
 
     samples: int = 8
     warmup: int = 2
     configurations: int = 6
-    calls: int = 24
+    calls: int = 16
+    call_samples: int = 5
 
 
 def calibrate(
-    options: "SessionOptions",
+    session: "EncoderSession",
     budgets: Sequence[int] = BUDGETS,
     *,
     effort: Effort | None = None,
@@ -68,7 +73,7 @@ def calibrate(
     """Measure a cost profile of one model on this machine.
 
     Args:
-        options: which encoder, with which weights; costs do not depend on the values.
+        session: of the encoder; its own configuration is not used, and costs do not depend on its weights.
         budgets: the budgets to capture and time; predictions refuse budgets outside their range.
         effort: how much to measure; None: the default, about two minutes on an H200 at full depth.
         seed: of inputs and random calls.
@@ -77,16 +82,13 @@ def calibrate(
     Raises:
         WorkbenchError: fewer than two budgets, or a machine that cannot run them.
     """
-    if len(set(budgets)) < 2:
-        raise WorkbenchError("a profile needs at least two budgets to interpolate between; give more")
+    check_budgets(budgets)
     effort = effort or Effort()
     machine = environment()
-    from workbench.encoder.session import open_session
-
     configuration = Configuration(tuple(sorted(set(budgets))), min(MAX_ITEMS, min(budgets)))
-    with open_session(options, configuration) as session:
-        meter = _Meter(session, effort, np.random.default_rng(seed))
-        captures = meter.first_captures(configuration.budgets)
+    meter = _Meter(session, effort, np.random.default_rng(seed))
+    captures = meter.first_captures(configuration.budgets)
+    with session.alongside(configuration) as manager, session.using(manager, configuration):
         progress("capturing", 0.05)
         captures += [_memory(cost, first=i == 0) for i, cost in enumerate(session.capture())]
         replays = []
@@ -97,25 +99,33 @@ def calibrate(
         tails = meter.tails(configuration.budgets)
         progress("timing eager items", 0.6)
         eager = meter.eager(configuration.budgets)
-        progress("timing whole calls", 0.7)
-        calls = meter.calls(configuration.budgets)
-        profile = CostProfile(
-            schema_version=SCHEMA_VERSION,
-            workbench=workbench.__version__,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            replay_kind=session.replay,
-            environment=machine,
-            model=session.model_record,
-            replays=replays,
-            tails=tails,
-            eager=eager,
-            calls=calls,
-            captures=captures,
-            host=fit_host(calls, replays, tails),
-            seed=seed,
-        )
+    progress("timing whole calls", 0.7)
+    calls = meter.calls([b for b in configuration.budgets if b <= CALL_TOKENS] or configuration.budgets)
     progress("done", 1.0)
-    return profile
+    return CostProfile(
+        schema_version=SCHEMA_VERSION,
+        workbench=workbench.__version__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        replay_kind=session.replay,
+        environment=machine,
+        model=session.model_record,
+        replays=replays,
+        tails=tails,
+        eager=eager,
+        calls=calls,
+        captures=captures,
+        seed=seed,
+    )
+
+
+def check_budgets(budgets: Sequence[int]) -> None:
+    """Refuse budgets that no profile can be made of; call it before an encoder is built.
+
+    Raises:
+        WorkbenchError: fewer than two, or one that is not positive.
+    """
+    if len(set(budgets)) < 2 or min(budgets) < 1:
+        raise WorkbenchError("a profile needs at least two budgets to interpolate between, all positive; give more")
 
 
 def _memory(cost: CaptureCost, *, first: bool) -> MemoryPoint:
@@ -234,7 +244,18 @@ class _Meter:
             )
             for batch in batches
         ]
-        return CallPoint(batches=shapes, wall_us=self.wall(lambda: self.session.graph(inputs)))
+        self.session.graph(inputs)
+        wall, host = zip(*(self._both_us(inputs) for _ in range(self.effort.call_samples)), strict=True)
+        return CallPoint(batches=shapes, wall_us=list(wall), host_us=list(host))
+
+    def _both_us(self, inputs: "EncoderInputs") -> tuple[float, float]:
+        """Microseconds until the outputs are there, and until the call returns."""
+        self.session.synchronize()
+        start = time.perf_counter_ns()
+        self.session.graph(inputs)
+        returned = time.perf_counter_ns()
+        self.session.synchronize()
+        return (time.perf_counter_ns() - start) / 1e3, (returned - start) / 1e3
 
 
 class _PhaseSamples:
@@ -399,6 +420,23 @@ def _alternate(
     return samples | collected
 
 
+def first_calls(workload: "Workload", count: int) -> list[list["Grid"]]:
+    """Return the grids of the first `count` calls of images, equal ones included: their mean is that of traffic.
+
+    Raises:
+        WorkbenchError: no call of images.
+    """
+    from workbench.workload import RequestPerCall, group
+
+    calls = group(workload, RequestPerCall())
+    grids = np.split(calls.grids, calls.offsets[1:-1])
+    videos = calls.is_video[calls.offsets[:-1]]
+    images = [part for part, video in zip(grids, videos, strict=True) if not video][:count]
+    if not images:
+        raise WorkbenchError(f"workload {workload.name} has no call of images to time; give one")
+    return [[(int(t), int(h), int(w)) for t, h, w in part] for part in images]
+
+
 def held_out_calls(seed: int, count: int, model: str) -> dict[str, list[list["Grid"]]]:
     """Two workloads that calibration does not use: photographs of many sizes, and many small images a call.
 
@@ -429,7 +467,7 @@ def check_held_out(
     budgets: Sequence[int],
     *,
     configurations: int = 12,
-    calls: int = 20,
+    calls: int = 12,
     repeats: int = 4,
     seed: int = 1,
     progress: Progress = silent,
@@ -439,6 +477,7 @@ def check_held_out(
     Each configuration ends with a budget that holds the largest item, so most calls only replay.
     """
     random = np.random.default_rng(seed)
+    budgets = [budget for budget in budgets if budget <= CALL_TOKENS] or budgets
     comparisons = []
     workloads = held_out_calls(seed, calls, session.facts.key)
     for index in range(configurations):
@@ -447,6 +486,8 @@ def check_held_out(
         configuration = Configuration(top, drawn.max_items)
         for name, grids in workloads.items():
             fitting = _without_crashes(session, grids, top[-1])
+            if not fitting:
+                continue
             progress(f"configuration {index} on {name}", index / configurations)
             named = {f"random {index}": configuration}
             comparisons.append(compare(session, named, fitting, repeats=repeats, seed=seed, workload=name, eager=False))
@@ -459,11 +500,6 @@ def _without_crashes(session: "EncoderSession", calls: list[list["Grid"]], large
         return calls
     kept = [[grid for grid in grids if session.facts.tokens(grid) <= largest] for grids in calls]
     return [grids for grids in kept if grids]
-
-
-def smallest(budgets: Sequence[int]) -> Configuration:
-    """The cheapest configuration to open a session with, when other managers do the work."""
-    return Configuration((min(budgets),), 1)
 
 
 def stored(purpose: str, machine: Environment, comparisons: list[Comparison]) -> Comparisons:

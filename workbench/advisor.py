@@ -1,0 +1,476 @@
+"""Which budgets and how many items: a search over configurations with vLLM's exact packing and measured costs.
+
+    limits = Limits.of(facts, max_model_len=16_384, max_num_batched_tokens=8_192)
+    advice = advise(workload, CostModel(profile), limits)
+
+Calls of one item are solved exactly: a batch is an item, its budget the smallest that holds it, and dynamic
+programming over the budgets finds the best choice. Calls of several items are packed by vLLM's greedy rule, which
+depends on the budgets, so there the same programming only starts a local search, from several configurations; the
+answer is the best one seen (`workbench.search`). Every configuration is priced on its exact packing.
+
+How far the answer is from anything possible is stated by a bound: see `workbench.search_loops.bound`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from workbench.budgets import Configuration, Limits, Resolved, generate_budgets, resolve
+from workbench.costs import CostModel, Objective, Prediction, sequence_squares
+from workbench.errors import WorkbenchError
+from workbench.lint import Finding, lint
+from workbench.models import ModelFacts, model_facts
+from workbench.planner import Arrangement, Plan, arrange, pack
+from workbench.progress import Progress, silent
+from workbench.published import PULL_REQUEST_BUDGETS, PULL_REQUEST_ITEMS
+from workbench.search import Space, find
+from workbench.search_loops import Tables, distinct
+from workbench.workload import RequestPerCall, Workload, group
+
+T = TypeVar("T")
+
+MAX_GRAPHS = 8  # as many as vLLM infers from 64 to 8192
+MAX_MODEL_LEN = 16_384
+MAX_NUM_BATCHED_TOKENS = 8_192  # of `vllm serve` on a GPU of 70 to 160 GiB
+OBJECTIVES: dict[Objective, str] = {
+    "mean": "mean time of a call",
+    "p99": "99th percentile of the time of a call",
+    "gpu": "mean GPU time of a call's replays",
+}
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What an answer may cost. None: no limit.
+
+    Attributes:
+        max_graphs: captured graphs, the number of budgets.
+        max_bytes: memory of all captures.
+        max_capture_seconds: time of all captures.
+    """
+
+    max_graphs: int = MAX_GRAPHS
+    max_bytes: int | None = None
+    max_capture_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One configuration, priced on the whole workload.
+
+    Attributes:
+        configuration: as a person gives it; `budgets`, `max_items`: as vLLM resolves it.
+        prediction: None where it cannot be served or priced, for the reason in `refused`.
+        objective_us: what is minimised.
+        waste: padding waste of its replays; None without a replay.
+        capture_bytes, capture_seconds: of all graphs; None where the profile does not know.
+    """
+
+    name: str
+    configuration: Configuration
+    budgets: tuple[int, ...]
+    max_items: int
+    prediction: Prediction | None
+    objective_us: float | None
+    waste: float | None
+    capture_bytes: int | None
+    capture_seconds: float | None
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class BudgetReason:
+    """Why one budget is in the answer.
+
+    Attributes:
+        replays, items: that it gets.
+        calls: share of the calls with one of its replays.
+        fill: tokens / budget over its replays.
+        smallest, largest: tokens of its replays.
+        common, common_share: tokens of the items of its commonest batch, and the share of its replays like it.
+        without: relative increase of the objective without this budget; None where vLLM could not serve then.
+    """
+
+    budget: int
+    replays: int
+    items: int
+    calls: float
+    fill: float
+    smallest: int
+    largest: int
+    common: tuple[int, ...]
+    common_share: float
+    without: float | None
+
+
+@dataclass(frozen=True)
+class EagerItem:
+    """Items of one token count that eager as served encodes faster than their graph, alone in a call."""
+
+    tokens: int
+    items: int
+    budget: int
+    graph_us: float
+    eager_us: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The answer, what it is compared with, and how far it is from the bound.
+
+    Attributes:
+        profile, measured: model and GPU of the cost profile, and when it was measured.
+        objective: what was minimised; `answer.objective_us` is its value.
+        exact: no configuration within the constraints is better, by the cost model.
+        bound_us: value of the objective that no configuration of measured budgets goes below.
+        baselines: what people use without this.
+        findings: of the linter on the answer, with this workload.
+        video_limit: of `--limit-mm-per-prompt` in the serve line; None for a model without video graphs.
+        evaluations: configurations priced.
+    """
+
+    workload: str
+    source: str
+    model: str
+    profile: str
+    measured: str
+    objective: Objective
+    answer: Candidate
+    exact: bool
+    bound_us: float
+    baselines: tuple[Candidate, ...]
+    reasons: tuple[BudgetReason, ...]
+    eager_faster: tuple[EagerItem, ...]
+    findings: tuple[Finding, ...]
+    video_limit: int | None
+    evaluations: int
+
+    @property
+    def above_bound(self) -> float:
+        """How far the answer is above the bound, relative to it; the best possible one lies between."""
+        assert self.answer.objective_us is not None
+        return self.answer.objective_us / self.bound_us - 1
+
+    @property
+    def compilation_config(self) -> str:
+        """JSON for `--compilation-config`."""
+        return msgspec.json.encode(self.answer.configuration.compilation_config()).decode()
+
+    @property
+    def serve_line(self) -> str:
+        """A command line of `vllm serve`; MODEL stands for the checkpoint."""
+        limit = "" if self.video_limit is None else f" --limit-mm-per-prompt '{{\"video\": {self.video_limit}}}'"
+        return f"vllm serve MODEL{limit} --compilation-config '{self.compilation_config}'"
+
+    def record(self) -> dict[str, Any]:
+        """Return the advice as plain data, the JSON of `workbench advise`."""
+        return asdict(self) | {
+            "above_bound": self.above_bound,
+            "compilation_config": self.answer.configuration.compilation_config(),
+            "serve_line": self.serve_line,
+        }
+
+
+def advise(
+    workload: Workload,
+    model: CostModel,
+    limits: Limits | None = None,
+    objective: Objective = "mean",
+    constraints: Constraints | None = None,
+    *,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> Advice:
+    """Search the budgets and max items that minimise `objective` for the calls of `workload`.
+
+    Args:
+        workload: calls, as `workbench.workload.group` makes them; without it, every request is a call.
+        model: costs measured on the GPU that serves.
+        limits: of the server, for what vLLM would infer; None: 16,384 tokens of context, 8,192 per step, and no video
+            where the workload has none.
+        objective: see `OBJECTIVES`. The GPU objective ignores what eager fallbacks cost, so it allows none.
+        constraints: what the answer may cost; None: the default.
+        seed: of the calls that a large workload is searched on.
+        progress: told what is going on.
+
+    Raises:
+        WorkbenchError: an item that the profile cannot price, constraints that nothing meets, or videos for a model
+            that has graphs for images only.
+    """
+    study = _study(workload, model, limits, objective, constraints or Constraints())
+    starts = [(candidate.budgets, candidate.max_items) for candidate in study.baselines()]
+    found = find(study.space, starts, seed=seed, progress=progress)
+    progress("explaining the answer", 0.95)
+    configuration = study.with_frames(found.budgets, found.max_items)
+    resolved = resolve(configuration, study.limits)
+    plan = pack(study.arrangement, resolved)
+    answer = study.candidate("advised", configuration)
+    advice = Advice(
+        workload=workload.name,
+        source=study.workload.source,
+        model=study.facts.key,
+        profile=model.profile.title,
+        measured=model.profile.created,
+        objective=objective,
+        answer=answer,
+        exact=found.exact,
+        bound_us=study.space.bound(),
+        baselines=tuple(study.baselines()),
+        reasons=tuple(_reasons(study, plan, answer)),
+        eager_faster=tuple(_eager_faster(study, resolved)),
+        findings=lint(study.facts, configuration, study.limits, study.workload).findings,
+        video_limit=study.limits.video_limit if "video" in study.facts.graph_modalities else None,
+        evaluations=found.evaluations,
+    )
+    progress("done", 1.0)
+    return advice
+
+
+def configurations_for(
+    workload: Workload,
+    named: dict[str, Configuration | None],
+    model: CostModel | None,
+    limits: Limits,
+    *,
+    constraints: Constraints | None = None,
+    cover: bool = False,
+) -> dict[str, Configuration]:
+    """Return configurations to compare on `workload`: None becomes the advised one.
+
+    Args:
+        named: by name.
+        model: costs for the advice; None: no advice can be given.
+        limits: of the server.
+        constraints: of the advice.
+        cover: add the tokens of the largest item to budgets that end below it (Ernie's fallback fails, D1).
+
+    Raises:
+        WorkbenchError: advice without costs, or none possible.
+    """
+    largest = int(workload.tokens.max())
+    chosen = {}
+    for name, configuration in named.items():
+        if configuration is None:
+            if model is None:
+                raise WorkbenchError(f"{name} is the advisor's answer, which needs a cost profile; pass --profile")
+            configuration = advise(workload, model, limits, constraints=constraints).answer.configuration
+        elif cover and configuration.budgets and max(configuration.budgets) < largest:
+            configuration = replace(configuration, budgets=(*configuration.budgets, largest))
+        chosen[name] = configuration
+    return chosen
+
+
+# What is studied --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Study:
+    """A workload ready to be priced under any configuration."""
+
+    workload: Workload
+    facts: ModelFacts
+    model: CostModel
+    limits: Limits
+    objective: Objective
+    arrangement: Arrangement
+    space: Space
+
+    def with_frames(self, budgets: tuple[int, ...], max_items: int) -> Configuration:
+        """The configuration, its max frames as large as its batches need (D4); None for a workload of images."""
+        configuration = Configuration(budgets, max_items)
+        if not self.workload.is_video.any():
+            return configuration
+        plan = pack(self.arrangement, resolve(replace(configuration, max_frames=0), self.limits))
+        most = int(plan.frames[~plan.fallback].max(initial=1))
+        return replace(configuration, max_frames=-(-most // max_items) * max_items)
+
+    def candidate(self, name: str, configuration: Configuration) -> Candidate:
+        """Price a configuration on the whole workload."""
+        resolved = resolve(configuration, self.limits)
+        plan = pack(self.arrangement, resolved)
+        replayed = int(plan.budget[~plan.fallback].sum())
+        refused, prediction, objective = self._crash(plan), None, None
+        if refused is None:
+            try:
+                prediction = self.model.predict(plan)
+                values = {"mean": prediction.mean_us, "p99": prediction.p99_us, "gpu": prediction.gpu_mean_us}
+                objective = values[self.objective]
+            except WorkbenchError as error:
+                refused = str(error)
+        return Candidate(
+            name=name,
+            configuration=configuration,
+            budgets=resolved.budgets,
+            max_items=resolved.max_items,
+            prediction=prediction,
+            objective_us=objective,
+            waste=1 - int(plan.tokens[~plan.fallback].sum()) / replayed if replayed else None,
+            capture_bytes=_if_known(self.model.capture_bytes, resolved.budgets),
+            capture_seconds=_if_known(self.model.capture_seconds, resolved.budgets),
+            refused=refused,
+        )
+
+    def _crash(self, plan: Plan) -> str | None:
+        fallbacks = int(plan.fallback.sum())
+        if fallbacks and self.facts.extra.get("fallback_crashes"):
+            return (
+                f"{fallbacks:,} items above the largest budget, {plan.resolved.budgets[-1]}: vLLM 0.33 fails on "
+                f"{self.facts.title}'s eager fallback (D1)"
+            )
+        return None
+
+    def baselines(self) -> list[Candidate]:
+        """What people use: vLLM's own, the pull requests', powers of two, equal steps."""
+        tables, graphs = self.space.tables, self.space.max_graphs
+        largest = self.space.largest_item
+        call = int(np.add.reduceat(self.space.queues.tokens, self.space.queues.first[:-1]).max())
+        top = max(tables.low, largest, min(call, tables.high))
+        steps = np.linspace(0, top, graphs + 1)[1:].round().astype(int)
+        linear = tuple(sorted({max(tables.low, int(step)) for step in steps}))
+        powers = generate_budgets(tables.low, top)[:-1]
+        named = {
+            "vLLM auto": Configuration(),
+            "pull request": Configuration(PULL_REQUEST_BUDGETS, PULL_REQUEST_ITEMS),
+            "powers of two": Configuration((*powers, top)),
+            "equal steps": Configuration(linear),
+        }
+        if self.space.covers and largest > PULL_REQUEST_BUDGETS[-1]:
+            covering = Configuration((*PULL_REQUEST_BUDGETS, largest), PULL_REQUEST_ITEMS)
+            named[f"pull request and {largest}"] = covering
+        return [self.candidate(name, configuration) for name, configuration in named.items()]
+
+
+def _if_known(price: Callable[[tuple[int, ...]], T], budgets: tuple[int, ...]) -> T | None:
+    try:
+        return price(budgets)
+    except WorkbenchError:
+        return None
+
+
+def _study(
+    workload: Workload, model: CostModel, limits: Limits | None, objective: Objective, constraints: Constraints
+) -> _Study:
+    facts = model_facts(workload.model)
+    if constraints.max_graphs < 1:
+        raise WorkbenchError(f"{constraints.max_graphs} graphs hold nothing; allow at least 1")
+    if not workload.items:
+        raise WorkbenchError("the workload has no item; give at least one image")
+    videos = int(workload.is_video.sum())
+    if videos and "video" not in facts.graph_modalities:
+        raise WorkbenchError(
+            f"{facts.title} has graphs for images only, and {videos:,} items are videos; leave them out"
+        )
+    if limits is None:
+        limits = Limits.of(
+            facts,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            video_limit=None if videos else 0,
+        )
+    calls = group(workload, RequestPerCall())
+    arrangement = arrange(calls.tokens, calls.offsets, calls.frames if videos else None)
+    covers = objective == "gpu" or bool(facts.extra.get("fallback_crashes"))
+    tables = _tables(model, objective, int(calls.tokens.max()), facts, covers=covers)
+
+    def affordable(budgets: tuple[int, ...]) -> bool:
+        most_bytes, most_seconds = constraints.max_bytes, constraints.max_capture_seconds
+        if most_bytes is not None and model.capture_bytes(budgets) > most_bytes:
+            return False
+        return most_seconds is None or model.capture_seconds(budgets) <= most_seconds
+
+    queues = distinct(arrangement, sequence_squares(arrangement))
+    space = Space(queues, tables, objective, constraints.max_graphs, affordable, covers)
+    return _Study(calls, facts, model, limits, objective, arrangement, space)
+
+
+def _tables(model: CostModel, objective: Objective, largest: int, facts: ModelFacts, *, covers: bool) -> Tables:
+    """The model's costs by whole tokens; for the GPU objective the replays alone.
+
+    Raises:
+        WorkbenchError: an item is above the largest measured budget and must not run eagerly.
+    """
+    low, high = int(model.replay.budgets[0]), int(model.replay.budgets[-1])
+    if covers and largest > high:
+        raise WorkbenchError(
+            f"an item of {largest:,} tokens is above the largest budget of the cost profile, {high:,}, and "
+            f"{facts.title} needs a graph for it; calibrate with larger budgets"
+        )
+    every = np.arange(max(low, high, largest) + 1)
+    measured = (every >= low) & (every <= high)
+    base = np.where(measured, model.replay.time_us(every, 0.0), np.inf)
+    slope = np.where(measured, model.replay.time_us(every, 1.0) - model.replay.time_us(every, 0.0), np.inf)
+    eager = np.full(len(every), np.inf) if covers else model.eager_us(every)
+    if objective == "gpu":
+        return Tables(base, slope, np.zeros(len(every)), eager, 0.0, 0.0, 0.0, low, high)
+    host = model.host
+    return Tables(base, slope, model.tail_us(every), eager, host.call_us, host.batch_us, host.item_us, low, high)
+
+
+# Why ----------------------------------------------------------------------------------------------------------------
+
+
+def _reasons(study: _Study, plan: Plan, answer: Candidate) -> Iterator[BudgetReason]:
+    """Explain each budget of the answer."""
+    budgets = answer.budgets
+    calls = max(int((np.diff(study.arrangement.offsets) > 0).sum()), 1)
+    for position, budget in enumerate(budgets):
+        rows = np.flatnonzero(plan.budget_index == position)
+        if not len(rows):
+            continue
+        tokens = plan.tokens[rows]
+        common, count = _commonest(plan, rows)
+        yield BudgetReason(
+            budget=budget,
+            replays=len(rows),
+            items=int(plan.items[rows].sum()),
+            calls=len(np.unique(plan.call[rows])) / calls,
+            fill=float(tokens.sum()) / (budget * len(rows)),
+            smallest=int(tokens.min()),
+            largest=int(tokens.max()),
+            common=common,
+            common_share=count / len(rows),
+            without=_without(study, answer, position),
+        )
+
+
+def _commonest(plan: Plan, rows: "np.typing.NDArray[np.int64]") -> tuple[tuple[int, ...], int]:
+    """The tokens of the items of the commonest batch, and how many are like it."""
+    tokens, first = plan.arrangement.tokens, plan.first
+    counts = Counter(tokens[first[row] : first[row + 1]].tobytes() for row in rows.tolist())
+    content, count = counts.most_common(1)[0]
+    return tuple(np.frombuffer(content, np.int64).tolist()), count
+
+
+def _without(study: _Study, answer: Candidate, position: int) -> float | None:
+    budgets = answer.budgets[:position] + answer.budgets[position + 1 :]
+    assert answer.objective_us is not None
+    if not budgets or budgets[0] < answer.max_items:
+        return None
+    value = study.space.score((budgets, answer.max_items), study.space.queues)[0]
+    return value / answer.objective_us - 1 if np.isfinite(value) else None
+
+
+def _eager_faster(study: _Study, resolved: Resolved) -> Iterator[EagerItem]:
+    """Token counts that eager as served encodes faster, alone in a call, than the graph that holds them."""
+    kinds, counts = np.unique(study.arrangement.tokens, return_counts=True)
+    held = kinds[kinds <= resolved.budgets[-1]]
+    budgets = np.array(resolved.budgets, np.int64)[np.searchsorted(resolved.budgets, held)]
+    squares = (held * 4.0) ** 2
+    model = study.model
+    try:
+        eager = model.eager_us(held, "eager_served")
+    except WorkbenchError:
+        return
+    graph = model.host.call_us + model.batch_us(budgets, 1, held, squares)
+    for row in np.flatnonzero(eager < graph).tolist():
+        yield EagerItem(
+            tokens=int(held[row]),
+            items=int(counts[row]),
+            budget=int(budgets[row]),
+            graph_us=float(graph[row]),
+            eager_us=float(eager[row]),
+        )
