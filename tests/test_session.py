@@ -455,6 +455,16 @@ def test_not_enough_memory(ernie: EncoderSession, monkeypatch: pytest.MonkeyPatc
         ernie.capture()
 
 
+def test_d2_glm_under_vllms_own_video_limit_is_refused_for_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """600 frames for each of 64 items: 600 times the 256 patches of budget 64."""
+    options = SessionOptions(model="glm4_1v", depth=1, width=128, video_limit=None)
+    with open_session(options, Configuration()) as session:
+        assert session.config_record.max_frames == 600 * 64
+        monkeypatch.setattr(engine, "available_bytes", lambda device: 2**28)
+        with pytest.raises(WorkbenchError, match="capturing 153,600 patches needs"):
+            session.capture()
+
+
 def test_another_version_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.version
 

@@ -190,11 +190,8 @@ class EncoderSession:
         kind = EncoderCudaGraphManager if self.device.type == "cuda" else StaticReplayManager
         resolve(configuration, self.limits)  # refuses what vLLM refuses, in the workbench's words
         config = engine.manager_config(self.vllm_config, configuration)
-        try:
-            with torch.inference_mode():
-                return kind(config, self.device, self.dtype, self.model)
-        except ValueError as error:
-            raise WorkbenchError(f"vLLM refuses this budget configuration: {_sentence(error)}") from error
+        with torch.inference_mode():
+            return kind(config, self.device, self.dtype, self.model)
 
     @property
     def config_record(self) -> ConfigRecord:
@@ -423,8 +420,7 @@ def open_session(options: SessionOptions, configuration: Configuration) -> Itera
         session = EncoderSession(facts, options, device, model, vllm_config, record)
         del model
         stack.callback(session.close)
-        with torch.inference_mode():
-            session.configure(configuration)
+        session.configure(configuration)
         yield session
 
 
@@ -453,8 +449,3 @@ def _backend_name(model: Any, part: str) -> str:
     tower = getattr(model, part)
     version = tower.blocks[0].attn.attn._fa_version
     return f"{tower.attn_backend.name} {version}" if version else str(tower.attn_backend.name)
-
-
-def _sentence(error: Exception) -> str:
-    """The first sentence of an error's text, without its full stop."""
-    return str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
