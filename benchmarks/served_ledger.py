@@ -66,6 +66,8 @@ class Bench:
             *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "mm-processor", "--model", str(self.folder)),
             *self.arguments,
             *("--max-model-len", str(self.max_model_len), "--limit-mm-per-prompt", limit),
+            # The language model is one small layer; on a CPU vLLM asks for this share of all memory.
+            *("--gpu-memory-utilization", "0.4"),
             *("--dataset-name", "random-mm", "--random-mm-base-items-per-request", str(self.recipe.base_items)),
             *("--random-mm-num-mm-items-range-ratio", str(self.recipe.range_ratio)),
             *("--random-mm-bucket-config", str(dict(self.recipe.buckets))),
