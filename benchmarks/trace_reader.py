@@ -38,6 +38,7 @@ EVENTS = 1_000_000
 RECORDINGS = Path(__file__).parents[1] / "workbench" / "recordings"
 RECORDED_EAGER = "*-224/traces/eager_*.json.gz"  # the pull request's workload: one 224 x 224 image a call
 TIME_LIMIT_S = 900
+MEMORY_SHARE = 0.85  # of the machine's, for one reader
 # HTA 0.5.0 stores wide numbers into narrow columns, which pandas 3 refuses.
 PEERS = ("HolisticTraceAnalysis==0.5.*", "pandas<3", "perfetto")
 KEPT = re.compile(
@@ -121,8 +122,9 @@ def scale(text: str, wanted: int, path: Path) -> Scaled:
     return Scaled(path, copies * len(kept), kept_bytes, path.stat().st_size)
 
 
-def run_reader(reader: str, paths: Sequence[Path], python: str, limit_bytes: int) -> dict[str, Any]:
+def run_reader(reader: str, paths: Sequence[Path], python: str = sys.executable) -> dict[str, Any]:
     """Run one reader in a process of its own with a limit on its memory and time."""
+    limit_bytes = int(MEMORY_SHARE * _memory_bytes())
     script = Path(__file__).with_name("readers.py")
     command = [python, *(["-m", "benchmarks.readers"] if python == sys.executable else [str(script)])]
     try:
@@ -165,18 +167,17 @@ def measure(events: int, source: Path | None, folder: Path, peers: str, readers:
     """Make the file and run every reader on it, then ours on gzip and on two ranks at once."""
     text, name = source_text(source)
     scaled = scale(text, events, folder / "scaled.json")
-    limit = int(0.85 * _memory_bytes())
-    run_reader("workbench", [write_small(text, folder)], sys.executable, limit)  # compiles the scanner
+    run_reader("workbench", [write_small(text, folder)])  # compiles the scanner
     rows = []
     for reader in readers:
         python = sys.executable if reader in ("workbench", "json.load") else peers
-        rows.append(row(reader, run_reader(reader, [scaled.path], python, limit), scaled))
+        rows.append(row(reader, run_reader(reader, [scaled.path], python), scaled))
     packed = folder / "scaled.json.gz"
     with scaled.path.open("rb") as plain, gzip.open(packed, "wb", compresslevel=5) as target:
         shutil.copyfileobj(plain, target, 2**22)
-    gz = run_reader("workbench", [packed], sys.executable, limit)
+    gz = run_reader("workbench", [packed])
     rows.append(row("workbench, gzip", gz, scaled))
-    both = run_reader("workbench", [scaled.path, scaled.path], sys.executable, limit)
+    both = run_reader("workbench", [scaled.path, scaled.path])
     rows.append(row("workbench, two ranks", both, scaled, files=2))
     return {
         "source": name,
