@@ -5,7 +5,7 @@
 
 A region lies between `<!-- generated: NAME -->` and `<!-- end -->`. No number of README is typed by hand:
 
-    notebooks   title and first sentence of each notebook
+    notebooks   title of each notebook and the sentence that says what it is for
     measured    the recordings' timings
     benchmarks  benchmarks/results.md, which `make bench` writes
 """
@@ -32,14 +32,17 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def notebooks(root: Path) -> str:
-    """Return one row per notebook: its heading of level 1 and the first sentence under it."""
+    """Return one row per notebook: its heading of level 1, and of the paragraph under it the sentence that begins
+    with "This notebook", or else the first.
+    """
     rows = []
     for path in sorted((root / "notebooks").glob("*.ipynb")):
         cells = json.loads(path.read_text("utf-8"))["cells"]
         text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
         title, _, rest = text.partition("# ")[2].partition("\n")
-        sentence = re.split(r"(?<=[.?!])\s", " ".join(rest.strip().split("\n\n")[0].split()))[0]
-        rows.append((f"[{path.stem}](notebooks/{path.name})", title, sentence))
+        sentences = re.split(r"(?<=[.?!])\s", " ".join(rest.strip().split("\n\n")[0].split()))
+        about = [sentence for sentence in sentences if sentence.startswith("This notebook")]
+        rows.append((f"[{path.stem}](notebooks/{path.name})", title, (about or sentences)[0]))
     return table(("notebook", "title", "what it answers"), rows)
 
 
@@ -71,9 +74,9 @@ def measured(root: Path) -> str:
         "model",
         "measured on",
         "calls",
-        "eager as served, ms per call",
-        "eager fallback",
-        "graph",
+        "eager as served, ms",
+        "eager fallback, ms",
+        "graph, ms",
         "graph vs eager as served",
     )
     return table(heads, rows)

@@ -135,7 +135,7 @@ def torch_index_reached() -> bool:
 
 
 def pip_command(python: str, engine: str) -> list[str]:
-    # Python compiles what is imported anyway; compiling all 30,000 files here is a fifth of the whole install.
+    # Python compiles what is imported anyway; compiling all 28,000 files here is a fifth of the whole install.
     command = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--no-compile"]
     if engine == "cpu" and sys.platform == "linux":
         if torch_index_reached():

@@ -54,13 +54,16 @@ def test_an_arm_that_did_not_run_has_no_number(readme: ModuleType, tmp_path: Pat
     assert "| not run |" in readme.measured(tmp_path)
 
 
-def test_each_notebook_has_its_title_and_first_sentence(readme: ModuleType, tmp_path: Path) -> None:
+def test_each_notebook_has_its_title_and_its_sentence(readme: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "notebooks").mkdir()
     source = ["# Title | one\n", "\n", "Where does an image's\n", "time go? More text.\n", "\n", "Next."]
     notebook = {"cells": [{"cell_type": "markdown", "source": source}]}
     (tmp_path / "notebooks" / "01_a.ipynb").write_text(json.dumps(notebook), "utf-8")
     row = readme.notebooks(tmp_path).splitlines()[2]
     assert row == "| [01_a](notebooks/01_a.ipynb) | Title \\| one | Where does an image's time go? |"
+    source[4:4] = ["This notebook says so.\n"]
+    (tmp_path / "notebooks" / "01_a.ipynb").write_text(json.dumps(notebook), "utf-8")
+    assert readme.notebooks(tmp_path).splitlines()[2].endswith("| This notebook says so. |")
 
 
 def test_only_regions_change_and_a_second_time_nothing(readme: ModuleType, tmp_path: Path) -> None:
