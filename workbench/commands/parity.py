@@ -34,7 +34,7 @@ def _register_parity(app: typer.Typer) -> None:
         max_items: Annotated[int, Option(help="Images or videos per replay.")] = 4,
         scenarios: Annotated[str, Option(help="Names with commas; empty: all.")] = "",
         faults: Annotated[bool, Option("--faults", help="Also plant every known fault.")] = False,
-        fault_depth: Annotated[int | None, Option(help="Blocks of the encoder the faults are planted in.")] = None,
+        fault_depth: Annotated[int, Option(help="Blocks of the encoder the faults are planted in.")] = 4,
         clean: Annotated[int, Option(help="Random workloads on the unchanged code.")] = 0,
         depth: Annotated[int | None, Option(help="Blocks; left out: all on CUDA, 2 on the CPU.")] = None,
         width: Annotated[int | None, Option(help="Features; left out: all on CUDA, two heads on the CPU.")] = None,

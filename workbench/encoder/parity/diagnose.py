@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Positions are recomputed by the same code, so they agree to a few roundings; another grid's do not.
 _POSITION_TOLERANCE = 1e-2
+FAILED = ("mismatch", "hazard")  # of an item; "hazard" where a scenario probes
 _NOT_POSITIONS = ("pixel_values", "cu_seqlens", "max_seqlen", "sequence_lengths")
 
 
@@ -29,7 +30,7 @@ def diagnose(lab: "Lab", seen: "Observation", *, probe: bool = False) -> list[Fi
     Args:
         probe: a mismatch is only a hazard, since the scenario broke the manager's promises itself.
     """
-    failed = bool(seen.error) or "mismatch" in seen.item_statuses
+    failed = bool(seen.error) or any(status in FAILED for status in seen.item_statuses)
     severity: Severity = "mismatch" if failed and not probe else "hazard"
     findings: list[Finding] = []
 
@@ -191,15 +192,15 @@ def _copy_error(seen: "Observation", budget: int | None) -> tuple[str, str, int 
 def _deep_findings(lab: "Lab", seen: "Observation", batch: TapedBatch) -> Iterator[tuple[str, str]]:
     """Compare a replay with the captured forward run eagerly, then that with eager as served."""
     if batch.raw is None or batch.budget is None:
-        if batch.budget is None and any(seen.item_statuses[item] == "mismatch" for item in batch.items):
+        if batch.budget is None and any(seen.item_statuses[item] in FAILED for item in batch.items):
             yield "fallback", "the eager fallback's output is not that of eager as served"
         return
-    if all(seen.item_statuses[item] != "mismatch" for item in batch.items if item < len(seen.item_statuses)):
+    if all(seen.item_statuses[item] not in FAILED for item in batch.items):
         return
     padded = lab.padded_raw(batch)
     valid = valid_rows(lab, batch, padded.shape[0])
-    replay = compare_stage("replay", batch.raw, padded[:valid])
-    if beyond(lab, replay):
+    # Where eager spoils its rows as well, the replay is innocent.
+    if bool(torch.isfinite(padded[:valid]).all()) and beyond(lab, compare_stage("replay", batch.raw, padded[:valid])):
         yield "replay", f"replaying budget {batch.budget} does not give what the captured forward gives eagerly"
         return
     reference = served_stages(lab, seen.call, batch)["tower"]

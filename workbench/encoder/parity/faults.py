@@ -10,19 +10,18 @@ A fault counts as caught when the lab reports anything and the suspect it names 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import msgspec
 import torch
 
 from workbench.encoder.instruments import wrapped
+from workbench.encoder.parity.lab import ENCODER_ERRORS, Lab, Observation
 from workbench.encoder.parity.scenarios import SCENARIOS, NotTestedError, Scenario
 from workbench.encoder.parity.tape import captured_budgets
 from workbench.parity import FaultResult, Finding, suspect_of
 
-if TYPE_CHECKING:
-    from workbench.encoder.parity.lab import Lab, Observation
-
-Plant = Callable[["Lab"], AbstractContextManager[None]]
+Plant = Callable[[Lab], AbstractContextManager[None]]
 Values = dict[str, torch.Tensor]
 BOTH = ("ernie45_vl", "glm4_1v")
 _POSITIONS = ("rotary_pos_emb", "rotary_pos_emb_cos", "rotary_pos_emb_sin")
@@ -52,10 +51,10 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(title: str, *expected: str, **options: Any) -> Callable[[Callable[["Lab"], Iterator[None]]], Plant]:
+def fault(title: str, *expected: str, **options: Any) -> Callable[[Callable[[Lab], Iterator[None]]], Plant]:
     """Register a fault under the function's name; the function patches, yields, and mends."""
 
-    def register(plant: Callable[["Lab"], Iterator[None]]) -> Plant:
+    def register(plant: Callable[[Lab], Iterator[None]]) -> Plant:
         name = plant.__name__.replace("_", "-")
         manager = contextmanager(plant)
         FAULTS[name] = Fault(name=name, title=title, plant=manager, expected=expected, **options)
@@ -68,7 +67,7 @@ def fault(title: str, *expected: str, **options: Any) -> Callable[[Callable[["La
 
 
 @contextmanager
-def changed_values(lab: "Lab", change: Callable[[Values, list[list[int]]], None]) -> Iterator[None]:
+def changed_values(lab: Lab, change: Callable[[Values, list[list[int]]], None]) -> Iterator[None]:
     """Let `change` alter what the model prepares for a replay, given the batch's grids."""
     from workbench.encoder.parity.tape import selected_tensors
 
@@ -85,7 +84,7 @@ def changed_values(lab: "Lab", change: Callable[[Values, list[list[int]]], None]
 
 
 @contextmanager
-def dropped_values(lab: "Lab", *keys: str) -> Iterator[None]:
+def dropped_values(lab: Lab, *keys: str) -> Iterator[None]:
     """Let the manager not copy these buffers: they keep what an earlier replay, or the capture, left."""
 
     def change(values: Values, _grids: list[list[int]]) -> None:
@@ -97,7 +96,7 @@ def dropped_values(lab: "Lab", *keys: str) -> Iterator[None]:
 
 
 @contextmanager
-def changed_capture(lab: "Lab", change: Callable[[int, Values], None]) -> Iterator[None]:
+def changed_capture(lab: Lab, change: Callable[[int, Values], None]) -> Iterator[None]:
     """Let `change` alter what a budget is captured with."""
 
     def wrap(original: Any) -> Any:
@@ -113,7 +112,7 @@ def changed_capture(lab: "Lab", change: Callable[[int, Values], None]) -> Iterat
 
 
 @contextmanager
-def inside_graph(lab: "Lab", *hooks: tuple[torch.nn.Module, Callable[..., Any], bool]) -> Iterator[None]:
+def inside_graph(lab: Lab, *hooks: tuple[torch.nn.Module, Callable[..., Any], bool]) -> Iterator[None]:
     """Attach hooks that act only while the captured forward runs.
 
     Args:
@@ -151,7 +150,7 @@ def inside_graph(lab: "Lab", *hooks: tuple[torch.nn.Module, Callable[..., Any], 
 
 
 @contextmanager
-def changed_postprocess(lab: "Lab", call: Callable[..., None]) -> Iterator[None]:
+def changed_postprocess(lab: Lab, call: Callable[..., None]) -> Iterator[None]:
     """Replace postprocessing by `call(original, outputs, indices, tokens, dest, clone, batch)`."""
 
     def wrap(original: Any) -> Any:
@@ -167,7 +166,7 @@ def changed_postprocess(lab: "Lab", call: Callable[..., None]) -> Iterator[None]
 
 
 @contextmanager
-def after_capture(lab: "Lab", change: Callable[[], None]) -> Iterator[None]:
+def after_capture(lab: Lab, change: Callable[[], None]) -> Iterator[None]:
     """Run `change` once the manager has captured."""
 
     def wrap(original: Any) -> Any:
@@ -182,12 +181,12 @@ def after_capture(lab: "Lab", change: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def _last_attention(lab: "Lab") -> torch.nn.Module:
+def _last_attention(lab: Lab) -> torch.nn.Module:
     module: torch.nn.Module = lab.tower.blocks[-1].attn.attn
     return module
 
 
-def _head(lab: "Lab") -> torch.nn.Module:
+def _head(lab: Lab) -> torch.nn.Module:
     module: torch.nn.Module = lab.tower.merger if hasattr(lab.tower, "merger") else lab.tower.ln
     return module
 
@@ -196,7 +195,7 @@ def _head(lab: "Lab") -> torch.nn.Module:
 
 
 @fault("cu_seqlens one row short", "cu_seqlens")
-def offsets_off_by_one(lab: "Lab") -> Iterator[None]:
+def offsets_off_by_one(lab: Lab) -> Iterator[None]:
     """Every offset but the first is one too small."""
 
     def change(values: Values, _grids: list[list[int]]) -> None:
@@ -207,7 +206,7 @@ def offsets_off_by_one(lab: "Lab") -> Iterator[None]:
 
 
 @fault("cu_seqlens not padded", "cu_seqlens")
-def offsets_unpadded(lab: "Lab") -> Iterator[None]:
+def offsets_unpadded(lab: Lab) -> Iterator[None]:
     """The manager zeroes what the model does not give, and offsets fall behind the last sequence."""
 
     def change(values: Values, grids: list[list[int]]) -> None:
@@ -218,14 +217,14 @@ def offsets_unpadded(lab: "Lab") -> Iterator[None]:
 
 
 @fault("cu_seqlens of an earlier replay", "cu_seqlens")
-def offsets_stale(lab: "Lab") -> Iterator[None]:
+def offsets_stale(lab: Lab) -> Iterator[None]:
     """The offsets are not copied."""
     with dropped_values(lab, "cu_seqlens"):
         yield
 
 
 @fault("cu_seqlens without the borders between items", "cu_seqlens")
-def offsets_merged(lab: "Lab") -> Iterator[None]:
+def offsets_merged(lab: Lab) -> Iterator[None]:
     """All items are one sequence, so they attend to each other."""
 
     def change(values: Values, _grids: list[list[int]]) -> None:
@@ -237,7 +236,7 @@ def offsets_merged(lab: "Lab") -> Iterator[None]:
 
 
 @fault("cu_seqlens padded with a sequence over the padding", "cu_seqlens")
-def offsets_over_padding(lab: "Lab") -> Iterator[None]:
+def offsets_over_padding(lab: Lab) -> Iterator[None]:
     """The padding's offsets point behind the last valid row: a wasted sequence, and a longer one than planned."""
 
     def change(values: Values, grids: list[list[int]]) -> None:
@@ -255,7 +254,7 @@ def offsets_over_padding(lab: "Lab") -> Iterator[None]:
 
 
 @fault("max_seqlen baked in tokens, not rows", "max_seqlen")
-def max_seqlen_too_small(lab: "Lab") -> Iterator[None]:
+def max_seqlen_too_small(lab: Lab) -> Iterator[None]:
     """The graph's attention covers a quarter of the rows that one item can have."""
 
     def change(budget: int, values: Values) -> None:
@@ -266,7 +265,7 @@ def max_seqlen_too_small(lab: "Lab") -> Iterator[None]:
 
 
 @fault("max_seqlen baked from the capture's dummy items", "max_seqlen")
-def max_seqlen_of_dummy(lab: "Lab") -> Iterator[None]:
+def max_seqlen_of_dummy(lab: Lab) -> Iterator[None]:
     """Captured with the length of the dummy items, so a single long item is cut."""
 
     def change(budget: int, values: Values) -> None:
@@ -281,7 +280,7 @@ def max_seqlen_of_dummy(lab: "Lab") -> Iterator[None]:
 
 
 @fault("rotary embedding of the transposed grid", "positions")
-def rotary_transposed(lab: "Lab") -> Iterator[None]:
+def rotary_transposed(lab: Lab) -> Iterator[None]:
     """Height and width are swapped."""
 
     def change(values: Values, grids: list[list[int]]) -> None:
@@ -293,14 +292,14 @@ def rotary_transposed(lab: "Lab") -> Iterator[None]:
 
 
 @fault("rotary embedding not copied", "positions")
-def rotary_stale(lab: "Lab") -> Iterator[None]:
+def rotary_stale(lab: Lab) -> Iterator[None]:
     """The positions of an earlier replay stay in the buffer."""
     with dropped_values(lab, *_POSITIONS):
         yield
 
 
 @fault("rotary embedding shifted by one token", "positions")
-def rotary_shifted(lab: "Lab") -> Iterator[None]:
+def rotary_shifted(lab: Lab) -> Iterator[None]:
     """Each row has its neighbour's position."""
 
     def change(values: Values, _grids: list[list[int]]) -> None:
@@ -313,7 +312,7 @@ def rotary_shifted(lab: "Lab") -> Iterator[None]:
 
 
 @fault("absolute position embedding not copied", "positions", models=("glm4_1v",))
-def position_embedding_stale(lab: "Lab") -> Iterator[None]:
+def position_embedding_stale(lab: Lab) -> Iterator[None]:
     """GLM's interpolated position embedding of an earlier replay."""
     with dropped_values(lab, "pos_embeds"):
         yield
@@ -323,14 +322,14 @@ def position_embedding_stale(lab: "Lab") -> Iterator[None]:
 
 
 @fault("pixel rows not copied", "pixel_values")
-def pixels_stale(lab: "Lab") -> Iterator[None]:
+def pixels_stale(lab: Lab) -> Iterator[None]:
     """The graph encodes an earlier image."""
     with dropped_values(lab, "pixel_values"):
         yield
 
 
 @fault("pixel rows written one row too late", "pixel_values")
-def pixels_shifted(lab: "Lab") -> Iterator[None]:
+def pixels_shifted(lab: Lab) -> Iterator[None]:
     """The copy begins at row 1."""
 
     def change(values: Values, _grids: list[list[int]]) -> None:
@@ -341,14 +340,14 @@ def pixels_shifted(lab: "Lab") -> Iterator[None]:
 
 
 @fault("replay buffers not zeroed before the copy", "padding")
-def buffers_not_zeroed(lab: "Lab") -> Iterator[None]:
+def buffers_not_zeroed(lab: Lab) -> Iterator[None]:
     """Rows of an earlier replay stay behind the valid ones; harmless until a kernel reads them."""
     with wrapped(lab.manager, "_copy_padded_buffer", lambda _original: _copy_without_zero):
         yield
 
 
 @fault("replay buffers not zeroed, and attention reads past the last item", "padding", "attention")
-def buffers_not_zeroed_and_read(lab: "Lab") -> Iterator[None]:
+def buffers_not_zeroed_and_read(lab: Lab) -> Iterator[None]:
     """The two together change outputs."""
     with buffers_not_zeroed(lab), attention_over_padding(lab):
         yield
@@ -366,7 +365,7 @@ def _copy_without_zero(dst: torch.Tensor, src: torch.Tensor) -> None:
 
 
 @fault("largest budget for every batch", "budget")
-def budget_largest(lab: "Lab") -> Iterator[None]:
+def budget_largest(lab: Lab) -> Iterator[None]:
     """Outputs are right and time is wasted."""
 
     def wrap(original: Any) -> Any:
@@ -380,7 +379,7 @@ def budget_largest(lab: "Lab") -> Iterator[None]:
 
 
 @fault("a budget smaller than the batch", "budget")
-def budget_too_small(lab: "Lab") -> Iterator[None]:
+def budget_too_small(lab: Lab) -> Iterator[None]:
     """The next smaller budget is chosen where there is one."""
 
     def wrap(original: Any) -> Any:
@@ -396,7 +395,7 @@ def budget_too_small(lab: "Lab") -> Iterator[None]:
 
 
 @fault("graphs never used", "budget")
-def graphs_never_used(lab: "Lab") -> Iterator[None]:
+def graphs_never_used(lab: Lab) -> Iterator[None]:
     """Every call runs eagerly: outputs are right, and only the batches show it."""
 
     def wrap(_original: Any) -> Any:
@@ -412,7 +411,7 @@ def graphs_never_used(lab: "Lab") -> Iterator[None]:
 
 
 @fault("pixel rows of the items in another order than their grids", "selection")
-def items_swapped(lab: "Lab") -> Iterator[None]:
+def items_swapped(lab: Lab) -> Iterator[None]:
     """Rows are gathered back to front."""
 
     def wrap(original: Any) -> Any:
@@ -430,7 +429,7 @@ def items_swapped(lab: "Lab") -> Iterator[None]:
 
 
 @fault("an item of the call encoded twice, another never", "selection")
-def item_repeated(lab: "Lab") -> Iterator[None]:
+def item_repeated(lab: Lab) -> Iterator[None]:
     """The first item's rows stand in for the last one's."""
 
     def wrap(original: Any) -> Any:
@@ -447,27 +446,26 @@ def item_repeated(lab: "Lab") -> Iterator[None]:
 
 
 @fault("attention of the last block left out", "attention")
-def attention_skipped(lab: "Lab") -> Iterator[None]:
+def attention_skipped(lab: Lab) -> Iterator[None]:
     """Cosine hardly notices."""
     with inside_graph(lab, (_last_attention(lab), lambda _args, output: torch.zeros_like(output), False)):
         yield
 
 
 @fault("attention reads the padded rows", "attention")
-def attention_over_padding(lab: "Lab") -> Iterator[None]:
+def attention_over_padding(lab: Lab) -> Iterator[None]:
     """The last sequence of the last block runs to the end of the buffer."""
 
     def before(args: Any, kwargs: dict[str, Any]) -> Any:
         offsets, rows = kwargs["cu_seqlens"], kwargs["query"].shape[1]
-        kwargs = kwargs | {"cu_seqlens": torch.where(offsets == offsets.max(), rows, offsets).to(offsets.dtype)}
-        return args, kwargs
+        return args, kwargs | {"cu_seqlens": offsets.masked_fill(offsets == offsets.max(), rows)}
 
     with inside_graph(lab, (_last_attention(lab), before, True)):
         yield
 
 
 @fault("attention with another softmax scale", "attention")
-def attention_scaled(lab: "Lab") -> Iterator[None]:
+def attention_scaled(lab: Lab) -> Iterator[None]:
     """Queries of the last block come in halved."""
 
     def before(args: Any, kwargs: dict[str, Any]) -> Any:
@@ -478,21 +476,21 @@ def attention_scaled(lab: "Lab") -> Iterator[None]:
 
 
 @fault("MLP of the last block left out", "mlp")
-def mlp_skipped(lab: "Lab") -> Iterator[None]:
+def mlp_skipped(lab: Lab) -> Iterator[None]:
     """Its output is zero."""
     with inside_graph(lab, (lab.tower.blocks[-1].mlp, lambda _args, output: torch.zeros_like(output), False)):
         yield
 
 
 @fault("last block left out", "blocks")
-def block_skipped(lab: "Lab") -> Iterator[None]:
+def block_skipped(lab: Lab) -> Iterator[None]:
     """It hands on its input."""
     with inside_graph(lab, (lab.tower.blocks[-1], lambda args, _output: args[0], False)):
         yield
 
 
 @fault("hidden states dropped to float8 in every block", "blocks")
-def dtype_drop(lab: "Lab") -> Iterator[None]:
+def dtype_drop(lab: Lab) -> Iterator[None]:
     """Two bits of mantissa between the blocks."""
 
     def after(_args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -503,7 +501,7 @@ def dtype_drop(lab: "Lab") -> Iterator[None]:
 
 
 @fault("NaN in the padded rows between the blocks", "blocks", "attention")
-def padding_becomes_nan(lab: "Lab") -> Iterator[None]:
+def padding_becomes_nan(lab: Lab) -> Iterator[None]:
     """The valid rows stay right as long as no kernel reads behind them."""
     rows: list[torch.Tensor] = []
 
@@ -513,7 +511,7 @@ def padding_becomes_nan(lab: "Lab") -> Iterator[None]:
 
     def after(_args: Any, output: torch.Tensor) -> torch.Tensor:
         behind = torch.arange(output.shape[0], device=output.device) >= rows[0]
-        return torch.where(behind.view(-1, *[1] * (output.ndim - 1)), float("nan"), output)
+        return output.masked_fill(behind.view(-1, *[1] * (output.ndim - 1)), float("nan"))
 
     block = lab.tower.blocks[0]
     with inside_graph(lab, (block, offsets, True), (block, after, False)):
@@ -521,7 +519,7 @@ def padding_becomes_nan(lab: "Lab") -> Iterator[None]:
 
 
 @fault("pixels of another mean in the patch embedding", "patch_embed")
-def embedding_shifted(lab: "Lab") -> Iterator[None]:
+def embedding_shifted(lab: Lab) -> Iterator[None]:
     """Another normalisation than eager's."""
 
     def before(args: Any, kwargs: Any) -> Any:
@@ -532,7 +530,7 @@ def embedding_shifted(lab: "Lab") -> Iterator[None]:
 
 
 @fault("last normalisation of the tower left out", "head")
-def head_skipped(lab: "Lab") -> Iterator[None]:
+def head_skipped(lab: Lab) -> Iterator[None]:
     """Ernie's final layer norm, GLM's merger: the output is another by a smooth function."""
 
     def after(_args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -546,7 +544,7 @@ def head_skipped(lab: "Lab") -> Iterator[None]:
 
 
 @fault("replay left out", "replay")
-def replay_skipped(lab: "Lab") -> Iterator[None]:
+def replay_skipped(lab: Lab) -> Iterator[None]:
     """The output buffer still holds the previous result."""
 
     class _Nothing:
@@ -562,7 +560,7 @@ def replay_skipped(lab: "Lab") -> Iterator[None]:
 
 
 @fault("output read from another budget's buffer", "replay")
-def output_of_other_budget(lab: "Lab") -> Iterator[None]:
+def output_of_other_budget(lab: Lab) -> Iterator[None]:
     """The budgets' output buffers are mixed up."""
 
     def change() -> None:
@@ -574,7 +572,7 @@ def output_of_other_budget(lab: "Lab") -> Iterator[None]:
 
 
 @fault("input buffer replaced after capture", "replay", needs="cuda")
-def buffer_replaced(lab: "Lab") -> Iterator[None]:
+def buffer_replaced(lab: Lab) -> Iterator[None]:
     """The graph reads the address it was captured with; the manager fills another."""
 
     def change() -> None:
@@ -586,7 +584,7 @@ def buffer_replaced(lab: "Lab") -> Iterator[None]:
 
 
 @fault("a host value baked into the graph", "replay", needs="cuda")
-def baked_host_value(lab: "Lab") -> Iterator[None]:
+def baked_host_value(lab: Lab) -> Iterator[None]:
     """A Python number that differs between capture and replay."""
     factor = [0.5]
 
@@ -604,7 +602,7 @@ def baked_host_value(lab: "Lab") -> Iterator[None]:
 
 
 @fault("a branch baked into the graph", "replay", needs="cuda")
-def baked_branch(lab: "Lab") -> Iterator[None]:
+def baked_branch(lab: Lab) -> Iterator[None]:
     """A block that Python skips for the dummy items of the capture only."""
     capturing = [True]
 
@@ -619,7 +617,7 @@ def baked_branch(lab: "Lab") -> Iterator[None]:
 
 
 @fault("attention leaves padded rows unwritten", "attention", "replay", needs="cuda", backends=("FLASH_ATTN",))
-def attention_unwritten(lab: "Lab") -> Iterator[None]:
+def attention_unwritten(lab: Lab) -> Iterator[None]:
     """vLLM issue 57136: the output buffer is not zeroed, and padded rows hold what another graph left in the pool."""
     from vllm.v1.attention.ops import vit_attn_wrappers
 
@@ -637,14 +635,14 @@ def attention_unwritten(lab: "Lab") -> Iterator[None]:
 
 
 @fault("NaN in the padded keys and values of attention", "attention", "blocks", needs="cuda", backends=("FLASH_ATTN",))
-def attention_nan_values(lab: "Lab") -> Iterator[None]:
+def attention_nan_values(lab: Lab) -> Iterator[None]:
     """A kernel that multiplies by zero instead of masking turns them into NaN of valid rows."""
 
     def before(args: Any, kwargs: dict[str, Any]) -> Any:
         rows = kwargs["value"].shape[1]
         behind = torch.arange(rows, device=kwargs["value"].device) >= kwargs["cu_seqlens"].max()
         spoiled = {
-            key: torch.where(behind.view(1, -1, *[1] * (kwargs[key].ndim - 2)), float("nan"), kwargs[key])
+            key: kwargs[key].masked_fill(behind.view(1, -1, *[1] * (kwargs[key].ndim - 2)), float("nan"))
             for key in ("key", "value")
         }
         return args, kwargs | spoiled
@@ -657,7 +655,7 @@ def attention_nan_values(lab: "Lab") -> Iterator[None]:
 
 
 @fault("postprocess applied twice", "postprocess", models=("ernie45_vl",))
-def postprocess_twice(lab: "Lab") -> Iterator[None]:
+def postprocess_twice(lab: Lab) -> Iterator[None]:
     """What D1 does to a fallback, done to every replay."""
 
     def call(
@@ -673,7 +671,7 @@ def postprocess_twice(lab: "Lab") -> Iterator[None]:
 
 
 @fault("items handed out in the wrong order", "postprocess")
-def order_wrong(lab: "Lab") -> Iterator[None]:
+def order_wrong(lab: Lab) -> Iterator[None]:
     """Rows are split in the order of the replay and labelled back to front."""
 
     def call(original: Any, outputs: Any, indices: list[int], tokens: Any, dest: Any, clone: bool, batch: Any) -> None:
@@ -684,7 +682,7 @@ def order_wrong(lab: "Lab") -> Iterator[None]:
 
 
 @fault("valid rows counted from the second token", "postprocess")
-def count_wrong(lab: "Lab") -> Iterator[None]:
+def count_wrong(lab: Lab) -> Iterator[None]:
     """The slice of valid rows begins one token late."""
 
     def call(
@@ -698,7 +696,7 @@ def count_wrong(lab: "Lab") -> Iterator[None]:
 
 
 @fault("resampler offsets of another call", "postprocess", models=("ernie45_vl",))
-def resampler_stale(lab: "Lab") -> Iterator[None]:
+def resampler_stale(lab: Lab) -> Iterator[None]:
     """The grids of the previous replay decide how rows are merged and split."""
     previous: list[dict[str, Any]] = []
 
@@ -716,7 +714,7 @@ def resampler_stale(lab: "Lab") -> Iterator[None]:
 
 
 @fault("clone of the outputs omitted", "output", models=("glm4_1v",))
-def clone_omitted(lab: "Lab") -> Iterator[None]:
+def clone_omitted(lab: Lab) -> Iterator[None]:
     """Results are views of the output buffer. Ernie's resampler makes new tensors, so there it would do no harm."""
 
     def call(original: Any, outputs: Any, indices: Any, tokens: Any, dest: Any, clone: bool, batch: Any) -> None:
@@ -727,7 +725,7 @@ def clone_omitted(lab: "Lab") -> Iterator[None]:
 
 
 @fault("outputs of all calls in one shared buffer", "output")
-def output_shared(lab: "Lab") -> Iterator[None]:
+def output_shared(lab: Lab) -> Iterator[None]:
     """The next call overwrites a result that is still held."""
     shared: dict[int, torch.Tensor] = {}
 
@@ -758,7 +756,7 @@ def output_shared(lab: "Lab") -> Iterator[None]:
 
 
 @fault("another input seed in the graph arm", "inputs")
-def seed_changed(lab: "Lab") -> Iterator[None]:
+def seed_changed(lab: Lab) -> Iterator[None]:
     """The arms do not see the same pixels."""
 
     def wrap(original: Any) -> Any:
@@ -773,7 +771,7 @@ def seed_changed(lab: "Lab") -> Iterator[None]:
 
 
 @fault("weights change after capture", "weights", "replay")
-def weights_changed(lab: "Lab") -> Iterator[None]:
+def weights_changed(lab: Lab) -> Iterator[None]:
     """A reload puts other values into new memory: eager sees them, a graph keeps reading the old."""
     parameter = lab.tower.blocks[0].norm1.weight
     before = parameter.data
@@ -796,8 +794,22 @@ def battery() -> list[Scenario]:
     return [s for s in SCENARIOS.values() if not s.child and s.modality == "image"]
 
 
-def try_fault(lab: "Lab", planted: Fault) -> FaultResult:
-    """Plant one fault in a manager of its own, run the battery, and say whether it was caught."""
+# What the battery reports on the unchanged code, as (suspect, scenario); it is no credit to catch that again.
+Baseline = frozenset[tuple[str, str]]
+
+
+def baseline(lab: Lab) -> Baseline:
+    """Run the battery on the unchanged code."""
+    lab.restart_inputs()
+    return frozenset((finding.suspect, finding.scenario) for seen in run_battery(lab) for finding in seen.findings)
+
+
+def try_fault(lab: Lab, planted: Fault, known: Baseline = frozenset()) -> FaultResult:
+    """Plant one fault in a manager of its own, run the battery, and say whether it was caught.
+
+    Args:
+        known: see `baseline`; such findings do not count.
+    """
     reason = _not_testable(lab, planted)
     result = FaultResult(
         fault=planted.name,
@@ -814,17 +826,19 @@ def try_fault(lab: "Lab", planted: Fault) -> FaultResult:
     lab.restart_inputs()
     with lab.using(manager):
         sentinel = Sentinel(lab)
-        with planted.plant(lab):
-            lab.capture(manager)
-            seen = list(run_battery(lab))
-            findings = [finding for one in seen for finding in one.findings] + sentinel.findings()
-        manager.clear()
-    return _judged(result, seen, findings)
+        try:
+            with planted.plant(lab):
+                lab.capture(manager)
+                seen = list(run_battery(lab))
+                findings = [finding for one in seen for finding in one.findings] + sentinel.findings()
+        except ENCODER_ERRORS as error:
+            return msgspec.structs.replace(result, message=f"it cannot be planted: {type(error).__name__}: {error}")
+        finally:
+            manager.clear()
+    return _judged(result, seen, [f for f in findings if (f.suspect, f.scenario) not in known])
 
 
-def _judged(result: FaultResult, seen: "list[Observation]", findings: list[Finding]) -> FaultResult:
-    import msgspec
-
+def _judged(result: FaultResult, seen: list[Observation], findings: list[Finding]) -> FaultResult:
     suspect = suspect_of(findings)
     if suspect is None:
         return msgspec.structs.replace(result, status="missed", message="no finding")
@@ -841,7 +855,7 @@ def _judged(result: FaultResult, seen: "list[Observation]", findings: list[Findi
     )
 
 
-def run_battery(lab: "Lab") -> "Iterator[Observation]":
+def run_battery(lab: Lab) -> Iterator[Observation]:
     """Run every scenario of the battery at every budget."""
     for each in battery():
         for budget in [None] if each.spans else lab.budgets:
@@ -854,7 +868,7 @@ def run_battery(lab: "Lab") -> "Iterator[Observation]":
 class Sentinel:
     """Eager's own output for fixed inputs: when it changes, weights or other state did."""
 
-    def __init__(self, lab: "Lab") -> None:
+    def __init__(self, lab: Lab) -> None:
         self._lab = lab
         self._call = lab.session.inputs([(1, 4 * lab.session.facts.merge, 2 * lab.session.facts.merge)], seed=lab.seed)
         self._before = lab.session.eager_served(self._call)[0].clone()
@@ -875,7 +889,7 @@ class Sentinel:
         ]
 
 
-def _not_testable(lab: "Lab", planted: Fault) -> str:
+def _not_testable(lab: Lab, planted: Fault) -> str:
     if lab.session.facts.key not in planted.models:
         return f"{lab.session.facts.title} has no such code"
     if planted.needs == "cuda" and not lab.cuda:

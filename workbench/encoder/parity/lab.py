@@ -77,7 +77,7 @@ class Observation:
         severities = {finding.severity for finding in self.findings}
         if "mismatch" in self.item_statuses or "mismatch" in severities:
             return "mismatch"
-        if severities:
+        if severities or "hazard" in self.item_statuses:
             return "hazard"
         return "within_noise" if "within_noise" in self.item_statuses else "equal"
 
@@ -146,8 +146,14 @@ class Lab:
 
         Args:
             order: budgets in the order of capture; None is vLLM's, largest first.
+
+        Raises:
+            WorkbenchError: the session's own graphs do not fit into memory.
         """
-        manager = manager or self.manager
+        if manager is None:
+            with self.recording_baked():
+                self.session.capture()
+            return
         with self.recording_baked(), torch.inference_mode():
             pool = torch.cuda.graph_pool_handle() if self.cuda else object()
             if order is None:
@@ -237,7 +243,7 @@ class Lab:
             scenario: name put into findings.
             before_replay: see `tape.taping`.
             padded: also run eager on the padded buffers.
-            probe: the scenario itself breaks the manager's promises, so a mismatch is only a hazard.
+            probe: the scenario itself breaks the manager's promises, so what would be a mismatch is a hazard.
         """
         from workbench.encoder.parity.diagnose import diagnose
 
@@ -271,19 +277,17 @@ class Lab:
             error=error,
             phase=tape.phase,
         )
-        self._judge(observation)
+        self._judge(observation, "hazard" if probe else "mismatch")
         observation.findings = diagnose(self, observation, probe=probe)
         return observation
 
-    def _judge(self, observation: Observation) -> None:
+    def _judge(self, observation: Observation, bad: Status) -> None:
         ratios = []
         for difference in observation.graph:
             ratio = self.ratio(difference)
             ratios.append(ratio)
             mismatch = ratio is None or ratio > 1
-            observation.item_statuses.append(
-                "mismatch" if mismatch else "equal" if difference.bit_equal else "within_noise"
-            )
+            observation.item_statuses.append(bad if mismatch else "equal" if difference.bit_equal else "within_noise")
         known = [ratio for ratio in ratios if ratio is not None]
         observation.ratio = None if len(known) < len(ratios) else max(known, default=None)
 

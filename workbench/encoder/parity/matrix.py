@@ -25,7 +25,7 @@ from workbench.decision import ProxyFlips, proxy_flips
 from workbench.encoder.instruments import wrapped
 from workbench.encoder.parity import child
 from workbench.encoder.parity.bisect import bisect_graph, bisect_padded
-from workbench.encoder.parity.faults import FAULTS, Sentinel, try_fault
+from workbench.encoder.parity.faults import FAULTS, Sentinel, baseline, try_fault
 from workbench.encoder.parity.lab import ENCODER_ERRORS, Lab, Observation, lab_options, open_lab
 from workbench.encoder.parity.metrics import compare
 from workbench.encoder.parity.scenarios import SCENARIOS, NotTestedError, Scenario, near_square
@@ -68,14 +68,14 @@ class Plan:
     Attributes:
         scenarios: names; empty: all.
         faults: also plant every fault, at `FAULT_BUDGETS`.
-        fault_depth: blocks of the encoder that the faults are planted in; None: as the matrix.
+        fault_depth: blocks of the encoder that the faults are planted in, where it has as many.
         clean: random workloads on the unchanged code.
         seed: of inputs and random workloads.
     """
 
     scenarios: tuple[str, ...] = ()
     faults: bool = False
-    fault_depth: int | None = None
+    fault_depth: int = 4
     clean: int = 0
     seed: int = 0
 
@@ -123,7 +123,7 @@ def run(
             on_matrix(parity)
     if not plan.faults:
         return parity
-    shallow = replace(options, depth=plan.fault_depth or options.depth)
+    shallow = replace(options, depth=min(plan.fault_depth, parity.model.depth))
     with open_lab(shallow, replace(configuration, budgets=FAULT_BUDGETS), seed=plan.seed) as lab:
         return _finished(parity, campaign(lab, progress), start)
 
@@ -203,7 +203,7 @@ def run_cell(lab: Lab, scenario: Scenario, budget: int | None, matrix: Matrix) -
     try:
         for observation in scenario.run(lab, budget):
             seen.append(observation)
-            if observation.status == "mismatch" and len(matrix.bisections) < KEPT_BISECTIONS:
+            if "mismatch" in observation.item_statuses and len(matrix.bisections) < KEPT_BISECTIONS:
                 # Now, while the scenario's manager is the one under observation.
                 matrix.bisections += _bisect(lab, observation)
     except NotTestedError as reason:
@@ -296,9 +296,10 @@ def bisect_fault(lab: Lab, name: str, arms: Literal["padded", "graph"] = "padded
 def campaign(lab: Lab, progress: Progress = silent) -> list[FaultResult]:
     """Plant every fault in turn."""
     results = []
+    known = baseline(lab)
     for done, planted in enumerate(FAULTS.values()):
         progress(f"fault {planted.name}", done / len(FAULTS))
-        results.append(try_fault(lab, planted))
+        results.append(try_fault(lab, planted, known))
     progress("faults", 1.0)
     return results
 
