@@ -54,8 +54,20 @@ class Constraints:
     """
 
     max_graphs: int = MAX_GRAPHS
-    max_bytes: int | None = None
+    max_bytes: float | None = None
     max_capture_seconds: float | None = None
+
+    def check(self) -> None:
+        """Refuse limits that nothing can meet.
+
+        Raises:
+            WorkbenchError: no graph, or a limit that is not above 0.
+        """
+        if self.max_graphs < 1:
+            raise WorkbenchError(f"{self.max_graphs} graphs hold nothing; allow at least 1")
+        for name, value in (("memory", self.max_bytes), ("capture time", self.max_capture_seconds)):
+            if value is not None and not value > 0:
+                raise WorkbenchError(f"the limit on {name} is {value:g}, not above 0; leave it out for no limit")
 
 
 @dataclass(frozen=True)
@@ -355,8 +367,7 @@ def _study(
     workload: Workload, model: CostModel, limits: Limits | None, objective: Objective, constraints: Constraints
 ) -> _Study:
     facts = model_facts(workload.model)
-    if constraints.max_graphs < 1:
-        raise WorkbenchError(f"{constraints.max_graphs} graphs hold nothing; allow at least 1")
+    constraints.check()
     if not workload.items:
         raise WorkbenchError("the workload has no item; give at least one image")
     videos = int(workload.is_video.sum())

@@ -20,9 +20,9 @@ from workbench.search_loops import Queues, Tables
 # Item counts that are tried, besides the most items of any call; vLLM takes any number.
 ITEMS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 SEARCHED_ITEMS = 20_000  # items of the calls that local search prices; its best answers are priced on all
-EVALUATIONS = 6_000  # configurations that local search prices at most
+EVALUATIONS = 12_000  # configurations that local search prices at most
 CANDIDATES = 384  # budgets that programming chooses from, when calls hold several items
-STARTS = 6  # configurations that local search starts from
+STARTS = 8  # configurations that local search starts from
 FINALISTS = 8  # configurations of the local search that are priced on all calls
 REPACKED = 3  # times that programming follows the packing its own budgets change
 
@@ -324,7 +324,8 @@ def _thinned(candidates: Ints, sums: Ints, weights: Ints) -> Ints:
     load = np.cumsum(weights[order], dtype=np.float64)
     at = np.searchsorted(load, np.linspace(0, load[-1], CANDIDATES))
     picked = np.searchsorted(candidates, sums[order][np.clip(at, 0, len(sums) - 1)])
-    return candidates[np.unique([*np.clip(picked, 0, len(candidates) - 1).tolist(), len(candidates) - 1])]
+    kept: Ints = np.unique([*np.clip(picked, 0, len(candidates) - 1).tolist(), len(candidates) - 1])
+    return candidates[kept]
 
 
 def _spread_over_items(points: list[Point], count: int) -> list[Point]:

@@ -63,7 +63,9 @@ def distinct(arrangement: Arrangement, squares: Floats) -> Queues:
     """Return the distinct calls that hold items, in order of first appearance."""
     first = arrangement.first
     keys: dict[bytes, int] = {}
-    starts, stops, weight = [], [], []
+    starts: list[int] = []
+    stops: list[int] = []
+    weight: list[int] = []
     rows = np.column_stack([arrangement.tokens, squares.view(np.int64)])
     content = rows.tobytes()
     width = rows.shape[1] * rows.itemsize
@@ -330,5 +332,6 @@ def weighted_percentile(values: Floats, weights: Ints, percent: float) -> float:
     ends = np.cumsum(weights[order])
     position = percent / 100 * (ends[-1] - 1)
     low = int(position)
-    at = [float(values[order[np.searchsorted(ends, n, side="right")]]) for n in (low, min(low + 1, ends[-1] - 1))]
-    return at[0] + (at[1] - at[0]) * (position - low)
+    ranks = np.array([low, min(low + 1, ends[-1] - 1)])
+    below, above = values[order[np.searchsorted(ends, ranks, side="right")]].tolist()
+    return float(below + (above - below) * (position - low))

@@ -64,7 +64,7 @@ def advise(
     )
     constraints = Constraints(
         max_graphs=max_graphs,
-        max_bytes=None if max_memory is None else int(max_memory * 2**20),
+        max_bytes=None if max_memory is None else max_memory * 2**20,
         max_capture_seconds=max_capture_seconds,
     )
     with progress_bar() as progress:

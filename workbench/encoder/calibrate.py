@@ -53,7 +53,7 @@ FIRST_CAPTURES = 4  # managers of one budget each, whose capture shows what the 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: samples per point, and configurations, calls of each and their samples for the host terms."""
+    """How much is measured: samples per point; for the host terms, configurations, calls of each, samples per call."""
 
     samples: int = 8
     warmup: int = 2
