@@ -19,7 +19,7 @@ from workbench.cli import app
 from workbench.conditions import check, names, parse
 from workbench.diff import Diff, compare_files
 from workbench.errors import WorkbenchError
-from workbench.evidence import Question, holm, judge, mann_whitney_p, p99_p
+from workbench.evidence import Question, dependence, drift, holm, judge, mann_whitney_p, p99_p
 from workbench.run import TraceFile, load_recording, recording_folder, recording_names
 
 VERDICTS = {"faster", "slower"}
@@ -69,15 +69,38 @@ def test_ties_and_equal_samples() -> None:
     assert mann_whitney_p([1.0, 2.0] * 30, [2.0, 3.0] * 30) < 1e-6
 
 
-def test_samples_that_drift_together_count_less() -> None:
+def moving_blocks(samples: np.ndarray[Any, Any], length: int, generator: np.random.Generator) -> list[float]:
+    """Resample keeping stretches of `length` together, so that dependence survives."""
+    starts = generator.integers(0, len(samples), -(-len(samples) // length))
+    taken = np.concatenate([np.take(samples, range(start, start + length), mode="wrap") for start in starts])
+    return [float(value) for value in taken[: len(samples)]]
+
+
+def test_samples_that_move_together_count_less() -> None:
     generator = np.random.default_rng(4)
-    alarms = 0
+    moods = np.repeat(generator.normal(1000, 100, 40), 5) + generator.normal(0, 5, 200)
+    assert 3 < dependence(moods) < 9
+    assert dependence(generator.normal(0, 1, 200)) < 2
+    assert dependence([1.0] * 50) == 1.0
+    alarms = careless = 0
     for _ in range(100):
-        base, head = (np.cumsum(generator.normal(0, 1, 120)) * 0.1 for _ in range(2))
+        base, head = (moving_blocks(moods, 20, generator) for _ in range(2))
         alarms += mann_whitney_p(base, head) < 0.05
-    independent = sum(mann_whitney_p(*np.random.default_rng(seed).normal(0, 1, (2, 120))) < 0.05 for seed in range(100))
-    assert independent <= 12
-    assert alarms <= 45  # two random walks differ almost always; treated as independent it is above 80
+        careless += mann_whitney_p(generator.permutation(base), generator.permutation(head)) < 0.05
+    assert careless >= 15  # what the order tells, and a test without it would not see
+    assert alarms <= 12
+
+
+def test_drift_within_a_run_is_told_and_no_smaller_change_is_called_one() -> None:
+    generator = np.random.default_rng(5)
+    steady = generator.normal(1000, 20, 200)
+    drifting = np.concatenate([steady[:100], steady[100:] * 1.2])
+    assert drift(steady) == 0.0
+    assert drift(drifting) == pytest.approx(0.2, abs=0.02)
+    (mean, *_), *_ = judge([Question(list(drifting), list(drifting * 1.1))])
+    assert mean.verdict == "no evidence"
+    (mean, *_), *_ = judge([Question(list(steady), list(generator.permutation(steady) * 1.1))])
+    assert mean.verdict == "slower"
 
 
 def test_holm_orders_and_bounds() -> None:
@@ -101,13 +124,58 @@ def test_false_alarms_over_200_identical_pairs() -> None:
     """Both sides drawn from the same samples; a comparison asks six questions a run."""
     run = load_recording(recording_names()[0]) if recording_names() else make_run(repeats=120)
     sources = [timing.wall_us for timing in run.timings if timing.wall_us][:6]
+    sizes = [max(120, len(source)) for source in sources]
     generator, alarms = np.random.default_rng(8), 0
     for _ in range(200):
         questions = [
             Question(list(generator.choice(source, size)), list(generator.choice(source, size)))
+            for source, size in zip(sources, sizes, strict=True)
         ]
         alarms += any(change.verdict in VERDICTS for changes in judge(questions, draws=8) for change in changes)
     assert alarms <= 10
+
+
+def test_main_questions_are_not_hidden_by_many_details() -> None:
+    generator = np.random.default_rng(6)
+    base, head = generator.normal(5000, 50, 16), generator.normal(5150, 50, 16)
+    questions = [Question(list(base), list(head))]
+    questions += [Question(list(a), list(b), main=False) for a, b in generator.normal(100, 5, (60, 2, 16))]
+    assert judge(questions, draws=8)[0][0].verdict == "slower"
+
+
+@pytest.mark.skipif("ernie45_vl-224" not in recording_names(), reason="the recording is not shipped")
+@pytest.mark.parametrize("length", [1, 5, 20, 50])
+def test_false_alarms_when_the_moods_of_a_real_machine_are_kept(length: int) -> None:
+    """The recording's host slowed down and recovered for tens of calls at a time."""
+    generator, alarms = np.random.default_rng(length), 0
+    timings = load_recording("ernie45_vl-224").timings
+    for _ in range(50):
+        questions = []
+        for timing in timings:
+            base, head = (moving_blocks(np.array(timing.wall_us), length, generator) for _ in range(2))
+            questions.append(Question(base, head))
+        alarms += any(change.verdict in VERDICTS for changes in judge(questions, draws=4) for change in changes)
+    assert alarms <= 5
+
+
+@pytest.mark.skipif("ernie45_vl-224" not in recording_names(), reason="the recording is not shipped")
+def test_interleaved_halves_of_one_recording_do_not_differ() -> None:
+    run = load_recording("ernie45_vl-224")
+    questions = [Question(timing.wall_us[::2], timing.wall_us[1::2]) for timing in run.timings]
+    assert not {change.verdict for changes in judge(questions) for change in changes} & VERDICTS
+
+
+@pytest.mark.skipif("ernie45_vl-mixed-2048" not in recording_names(), reason="the recording is not shipped")
+def test_two_recorded_configurations() -> None:
+    """Without the budget of 4096 some calls fall back to eager, where D1 ends them."""
+    diff = compare_files(recording_folder("ernie45_vl-mixed"), recording_folder("ernie45_vl-mixed-2048"))
+    (pair,) = diff.pairs
+    metrics = {metric.name: metric for metric in pair.metrics}
+    assert any(text.startswith("budgets:") and "4096" in text for text in pair.differences)
+    assert metrics["memory.pool"].verdict == "better"
+    assert [(row.arm, row.cause, row.base) for row in pair.failures] == [("graph", "D1", 0)]
+    assert check(diff, ["graph.failures > +0"])[0].hit
+    assert verdict_of(diff, "eager_served") == "no evidence"
 
 
 def test_a_real_change_is_found() -> None:
@@ -222,6 +290,18 @@ def test_a_changed_budget_list_shows_in_padding_memory_and_capture(tmp_path: Pat
     (change, *_) = next(timing for timing in pair.timings if timing.name == "graph").changes
     assert change.verdict == "faster"
     assert pair.doubts == []
+
+
+def test_a_run_that_was_not_steady_is_doubted(tmp_path: Path) -> None:
+    base, head = make_run(calls=1), make_run(calls=1, seed=1)
+    for timing in head.timings:
+        if timing.arm == "graph":
+            timing.wall_us[60:] = [value * 1.2 for value in timing.wall_us[60:]]
+    write_run(tmp_path / "base", base)
+    write_run(tmp_path / "head", head)
+    (pair,) = compare_files(tmp_path / "base", tmp_path / "head").pairs
+    (doubt,) = pair.doubts
+    assert doubt.startswith("head: graph drifted by +19%")
 
 
 def test_a_machine_that_changed_with_the_budgets_is_doubted(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from workbench.diff import Diff, PairDiff
 from workbench.errors import WorkbenchError
 from workbench.evidence import Verdict
-from workbench.run import Record
+from workbench.run import ARMS, Record
 
 _GRAMMAR = re.compile(
     r"\s*(?P<name>[^\s<>=]+(?: [^\s<>=]+)*?)\s*(?P<operator>>=|<=|>|<)\s*(?P<sign>[+-]?)(?P<number>\d+(?:\.\d+)?)\s*"
@@ -140,6 +140,9 @@ def _quantities(pair: PairDiff) -> Iterator[tuple[str, _Quantity]]:
     for accuracy in pair.accuracy:
         yield f"accuracy.{accuracy.task}.{accuracy.metric}", _Quantity(accuracy.a, accuracy.b, "share")
         yield f"sigma.{accuracy.task}.{accuracy.metric}", _Quantity(0, accuracy.sigma, "count")
+    for arm in ARMS:
+        counts = [[getattr(row, side) for row in pair.failures if row.arm == arm] for side in ("base", "head")]
+        yield f"{arm}.failures", _Quantity(sum(counts[0]), sum(counts[1]), "count")
     yield "doubts", _Quantity(0, len(pair.doubts), "count")
 
 

@@ -20,10 +20,10 @@ from workbench.alignment import align
 from workbench.bundle import Content, Entry, opened
 from workbench.decision import BenchmarkDelta, benchmark_delta
 from workbench.errors import WorkbenchError
-from workbench.evidence import Change, Question, Verdict, judge
+from workbench.evidence import Change, Question, Verdict, drift, judge
 from workbench.ingest import External, Measure
 from workbench.kernels import family, short_name
-from workbench.run import ARMS, Arm, Environment, Equality, Record, Run
+from workbench.run import ARMS, Arm, Environment, Record, Run
 from workbench.stats import Statistic, Summary, summary
 
 SCHEMA_VERSION = 1
@@ -35,6 +35,7 @@ CLOCK_TOLERANCE = 0.05  # share of a clock or power limit that may differ
 HEAT_TOLERANCE = 10  # degrees Celsius
 KERNEL_TOLERANCE = 0.05  # share by which a kernel's time per call may differ
 KERNEL_FLOOR_US = 1.0
+NOTABLE_DRIFT = 0.02  # of a run's second half against its first
 MOST_CALLS = 100  # with a row of their own; all count in the pass over the workload
 _MEASURED = ("launches", "syncs", "kernels", "memcpy_h2d", "memcpy_d2h", "memset")
 _SPANS = ("wall", "busy", "idle", "launch_gap", "queue_gap", "intra_graph_gap")
@@ -116,6 +117,16 @@ class ParityDiff(Record, frozen=True):
     gone_findings: list[str] = []
 
 
+class FailureDiff(Record, frozen=True):
+    """Calls on which an arm could not run, on each side; `cause` is a known defect such as "D1"."""
+
+    arm: str
+    error: str
+    cause: str
+    base: int
+    head: int
+
+
 class PairDiff(Record, frozen=True):
     """One run (or foreign result) of each side."""
 
@@ -130,6 +141,7 @@ class PairDiff(Record, frozen=True):
     kernels: list[KernelDiff]
     parity: list[ParityDiff]
     accuracy: list[BenchmarkDelta]
+    failures: list[FailureDiff]
     notes: list[str]
 
 
@@ -223,6 +235,7 @@ class _Draft:
         self.kernels: list[KernelDiff] = []
         self.parity: list[ParityDiff] = []
         self.accuracy: list[BenchmarkDelta] = []
+        self.failures: list[FailureDiff] = []
         self.doubts: list[str] = []
         self.differences: list[str] = []
         self.notes: list[str] = []
@@ -244,15 +257,26 @@ class _Draft:
             kind=self.base.entry.kind,
             model=self.head.entry.model,
             baseline="eager_served",
-            doubts=self.doubts + _drift(timings, self.base.run, self.head.run),
+            doubts=self.doubts + self._unsteady() + _moved_controls(timings, self.base.run, self.head.run),
             differences=self.differences,
             timings=timings,
             metrics=self.metrics,
             kernels=self.kernels,
             parity=self.parity,
             accuracy=self.accuracy,
+            failures=self.failures,
             notes=self.notes,
         )
+
+    def _unsteady(self) -> list[str]:
+        """Main timings whose halves differ within a side."""
+        return [
+            f"{side}: {timing.name} drifted by {wander:+.0%} between the halves of its run; the machine was not steady"
+            for timing, question in self.timings
+            if question is not None and question.main
+            for side, samples in (("base", question.base), ("head", question.head))
+            if abs(wander := drift(samples)) >= NOTABLE_DRIFT
+        ]
 
 
 def _draft(base: Content, head: Content) -> _Draft:
@@ -273,10 +297,8 @@ def _compare_runs(draft: _Draft, base: Run, head: Run) -> None:
     draft.metrics += _run_metrics(base, head)
     _compare_traces(draft, base, head)
     if base.equality or head.equality:
-        draft.parity.append(_equality(base.equality, head.equality))
-    for side, run in (("base", base), ("head", head)):
-        for failure in run.failures:
-            draft.notes.append(f"{side}: {failure.arm} failed on call {failure.call}: {failure.error}")
+        draft.parity.append(_equality(base, head))
+    draft.failures += _failures(base, head)
 
 
 # --- timings ---------------------------------------------------------------------------------------
@@ -318,8 +340,10 @@ def _compare_timings(draft: _Draft, base: Run, head: Run) -> None:
                 ]
                 draft.timings.append(_timing(passes[0], passes[1], arm, clock, None))
             for a, b in shared[:MOST_CALLS]:
-                call = None if len(common) == 1 else a
+                call = None if len(shared) == 1 else a
                 draft.timings.append(_timing(left[a], right[b], arm, clock, call))
+            if clock == "wall" and len(shared) < len(common) and (left or right):
+                draft.notes.append(f"{arm}: measured on both sides on {len(shared)} of {len(common)} common calls")
 
 
 def _incomparable(base: Run, head: Run) -> str:
@@ -360,7 +384,7 @@ def _timing(
         call=call,
         clock=clock,
     )
-    return timing, Question(base, head)
+    return timing, Question(base, head, main=call is None and clock == "wall")
 
 
 def statistics(samples: Sequence[float]) -> Statistics:
@@ -369,7 +393,7 @@ def statistics(samples: Sequence[float]) -> Statistics:
     return Statistics(mean=found.mean, median=found.median, std=found.std, p99=found.p99, n=found.n)
 
 
-def _drift(timings: Iterable[TimingDiff], base: Run | None, head: Run | None) -> list[str]:
+def _moved_controls(timings: Iterable[TimingDiff], base: Run | None, head: Run | None) -> list[str]:
     """Eager does not depend on the budgets: if it moved while only they changed, the machine did."""
     if base is None or head is None or base.config == head.config or base.environment.vllm != head.environment.vllm:
         return []
@@ -603,21 +627,41 @@ def _status(
 # --- parity, findings ------------------------------------------------------------------------------
 
 
-def _equality(base: Sequence[Equality], head: Sequence[Equality]) -> ParityDiff:
-    worst = [
-        max((row.relative_rms for row in side if row.relative_rms is not None), default=None) for side in (base, head)
-    ]
-    broken = [f"call {row.call} against {row.baseline} is not finite" for row in head if not row.finite]
+def _equality(base: Run, head: Run) -> ParityDiff:
+    """Equality on the calls and baselines that both sides compared."""
+    calls = dict(_common_calls(base, head))
+    left = {(calls[row.call], row.baseline): row for row in base.equality if row.call in calls}
+    right = {(row.call, row.baseline): row for row in head.equality}
+    common = [key for key in left if key in right]
+    sides = [[side[key] for key in common] for side in (left, right)]
+    worst = [max((row.relative_rms for row in side if row.relative_rms is not None), default=None) for side in sides]
     return ParityDiff(
-        source="calls of the run, graph against eager",
-        base_equal=sum(row.bit_equal for row in base),
-        base_total=len(base),
-        head_equal=sum(row.bit_equal for row in head),
-        head_total=len(head),
+        source="calls compared on both sides, graph against eager",
+        base_equal=sum(row.bit_equal for row in sides[0]),
+        base_total=len(common),
+        head_equal=sum(row.bit_equal for row in sides[1]),
+        head_total=len(common),
         base_worst=worst[0],
         head_worst=worst[1],
-        new_findings=broken,
+        new_findings=[
+            f"call {after.call} against {after.baseline} is not finite"
+            for before, after in zip(*sides, strict=True)
+            if before.finite and not after.finite
+        ],
     )
+
+
+def _failures(base: Run, head: Run) -> list[FailureDiff]:
+    """How often each arm failed, by error and known cause, where the sides differ."""
+    told = [
+        Counter((failure.arm, failure.error, failure.cause or "") for failure in run.failures) for run in (base, head)
+    ]
+    return [
+        FailureDiff(arm=arm, error=error, cause=cause, base=told[0][key], head=told[1][key])
+        for key in sorted(told[0].keys() | told[1].keys())
+        if told[0][key] or told[1][key]
+        for arm, error, cause in (key,)
+    ]
 
 
 def _compare_parity_sessions(draft: _Draft) -> None:

@@ -1,16 +1,22 @@
 """Did a quantity change between two sets of samples? Tests, intervals and one verdict.
 
 * Typical value: two-sided Mann-Whitney test on the ranks, ties corrected; by permutation where samples
-  are few, by the normal limit otherwise. Samples of one run follow each other, so the statistic is
-  shrunk by sqrt((1 - r) / (1 + r)), r the lag-1 autocorrelation of the ranks (never below 0): n samples
-  that drift together say less than n independent ones.
-* P99: permutation test of the difference of the two P99. Below 100 samples a side it is refused: the
-  P99 would be the largest sample.
-* Several questions at once: p values are adjusted by Holm's method, so a comparison of two equal runs
-  raises any alarm in at most 5 % of cases.
-* Intervals: bootstrap (`workbench.stats.ratio`), unadjusted.
+  are few, by the normal limit otherwise.
+* Samples of one run follow each other, and a machine's mood lasts: n samples say as much as n / t
+  independent ones, t the integrated autocorrelation time of their ranks (Geyer's pairs of lags,
+  Statistical Science 7, 1992, summed up to the first that is within two standard errors of 0). The test
+  statistic is shrunk and the intervals are widened by sqrt(t).
+* P99: permutation test of the difference of the two P99. Below 100 samples a side it is refused (the P99
+  would be the largest sample), and where t is above 2 (permuting would break the dependence).
+* Several questions at once: p values are adjusted by Holm's method within the main questions and within
+  the details, the level split four to one, so a comparison of two equal runs raises any alarm in at
+  most 5 % of cases.
+* Intervals: bootstrap (`workbench.stats.ratio`), widened as said, unadjusted.
 * A change below 1 % is never called one: repeats within a run do not see what differs between runs
   (clocks, memory layout, neighbours), and that is of this size.
+* Nor is a change smaller than the *drift* of a side: how far the medians of the first and the second half
+  of its samples, in order of time, lie apart, if that is no accident. What the machine did to one run
+  it may have done to the other.
 """
 
 import math
@@ -31,6 +37,9 @@ LEVEL = 0.05
 SMALLEST_CHANGE = 0.01
 FEWEST_FOR_P99 = 100
 FEWEST_SAMPLES = 4  # fewer cannot reach the level
+_MAIN_SHARE = 0.8  # of the level, where there are both main questions and details
+_DRIFT_LEVEL = 0.01
+_MOST_DEPENDENCE = 2.0
 _DRAWS = 9_999
 _ENOUGH = 30
 _INTERVAL_DRAWS = 1_000
@@ -59,11 +68,16 @@ class Change(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Question:
-    """Two sets of samples to compare; `words` are the verdicts for lower and for higher."""
+    """Two sets of samples to compare; `words` are the verdicts for lower and for higher.
+
+    Main questions are adjusted among themselves at four fifths of the level, the details at the rest: a
+    hundred calls looked at one by one do not hide a change of the whole.
+    """
 
     base: Sequence[float]
     head: Sequence[float]
     words: tuple[Verdict, Verdict] = ("faster", "slower")
+    main: bool = True
 
 
 def mann_whitney_p(base: Sequence[float] | Floats, head: Sequence[float] | Floats, *, seed: int = 0) -> float:
@@ -72,14 +86,17 @@ def mann_whitney_p(base: Sequence[float] | Floats, head: Sequence[float] | Float
     See the module for the correction of serial dependence. 1.0 when all values are equal.
     """
     a, b = np.asarray(base, float), np.asarray(head, float)
+    return _rank_p(a, b, max(dependence(a), dependence(b)), seed)
+
+
+def _rank_p(a: Floats, b: Floats, dependent: float, seed: int) -> float:
     n, m = a.size, b.size
     ranks, tied = _ranks(np.concatenate([a, b]))
     total = n + m
     variance = n * m / 12 * (total + 1 - tied / (total * (total - 1)))
     if variance <= 0:
         return 1.0
-    shift = abs(float(ranks[n:].sum()) - m * (total + 1) / 2)
-    shift *= math.sqrt(_independence(ranks[:n], ranks[n:]))
+    shift = abs(float(ranks[n:].sum()) - m * (total + 1) / 2) / math.sqrt(dependent)
     if total < _EXACT_BELOW:
         random = np.random.default_rng(seed)
         drawn = random.permuted(np.tile(ranks, (_DRAWS, 1)), axis=1)[:, n:].sum(axis=1)
@@ -108,6 +125,19 @@ def p99_p(base: Sequence[float] | Floats, head: Sequence[float] | Floats, *, see
     return (extreme + 1) / (drawn + 1)
 
 
+def drift(samples: Sequence[float] | Floats) -> float:
+    """Median of the later half over that of the earlier half, minus 1; 0 where the halves do not differ.
+
+    `samples` in order of time.
+    """
+    values = np.asarray(samples, float)
+    earlier, later = values[: values.size // 2], values[values.size // 2 :]
+    if earlier.size < FEWEST_SAMPLES or _rank_p(earlier, later, 1.0, 0) >= _DRIFT_LEVEL:
+        return 0.0
+    before, after = float(np.median(earlier)), float(np.median(later))
+    return after / before - 1 if before > 0 else 0.0
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's adjustment, in the order given: the family-wise error stays below the level."""
     order = sorted(range(len(p_values)), key=p_values.__getitem__)
@@ -127,37 +157,53 @@ def judge(questions: Sequence[Question], *, draws: int = _INTERVAL_DRAWS) -> lis
     Raises:
         WorkbenchError: a side without samples, or with one that is not finite.
     """
-    tests: list[float] = []
-    places: list[tuple[int | None, int | None]] = []
-    for question in questions:
-        fewest = min(len(question.base), len(question.head))
-        typical = tail = None
-        if fewest >= FEWEST_SAMPLES:
-            typical = len(tests)
-            tests.append(mann_whitney_p(question.base, question.head))
-        if fewest >= FEWEST_FOR_P99:
-            tail = len(tests)
-            tests.append(p99_p(question.base, question.head))
-        places.append((typical, tail))
-    adjusted = holm(tests)
+    adjusted: dict[tuple[int, str], float] = {}
+    for main in (True, False):
+        tests = {
+            (index, kind): p
+            for index, question in enumerate(questions)
+            if question.main is main
+            for kind, p in _tests(question).items()
+        }
+        both = len({question.main for question in questions}) == 2
+        share = (_MAIN_SHARE if main else 1 - _MAIN_SHARE) if both else 1.0
+        for key, p in zip(tests, holm(list(tests.values())), strict=True):
+            adjusted[key] = min(1.0, p / share)
     return [
-        _changes(
-            question, None if typical is None else adjusted[typical], None if tail is None else adjusted[tail], draws
-        )
-        for question, (typical, tail) in zip(questions, places, strict=True)
+        _changes(question, adjusted.get((index, "typical")), adjusted.get((index, "tail")), draws)
+        for index, question in enumerate(questions)
     ]
+
+
+def _tests(question: Question) -> dict[str, float]:
+    """Unadjusted p values of what can be tested with this many samples."""
+    fewest = min(len(question.base), len(question.head))
+    found = {}
+    if fewest >= FEWEST_SAMPLES:
+        found["typical"] = mann_whitney_p(question.base, question.head)
+    if fewest >= FEWEST_FOR_P99 and _dependence_of(question) <= _MOST_DEPENDENCE:
+        found["tail"] = p99_p(question.base, question.head)
+    return found
+
+
+def _dependence_of(question: Question) -> float:
+    return max(dependence(question.base), dependence(question.head))
 
 
 def _changes(question: Question, typical: float | None, tail: float | None, draws: int) -> list[Change]:
     base, head = summary(question.base), summary(question.head)
     few = f"fewer than {FEWEST_SAMPLES} samples a side cannot show a change"
+    wander = max(abs(drift(question.base)), abs(drift(question.head)))
+    dependent = _dependence_of(question)
     rare = f"a P99 needs {FEWEST_FOR_P99} samples a side; there are {base.n} and {head.n}"
-    mean = _change(question, "mean", base, head, typical, few, draws)
-    median = _change(question, "median", base, head, typical, few, draws)
+    if min(base.n, head.n) >= FEWEST_FOR_P99:
+        rare = f"the samples depend on each other (about {dependent:.0f} count as one), so their P99 is not tested"
+    mean = _change(question, "mean", base, head, typical, few, draws, wander, dependent)
+    median = _change(question, "median", base, head, typical, few, draws, wander, dependent)
     if {mean.verdict, median.verdict} == set(question.words):
         reason = "mean and median moved in opposite directions: the shape of the distribution changed"
         mean, median = _unjudged(mean, reason), _unjudged(median, reason)
-    return [mean, median, _change(question, "p99", base, head, tail, rare, draws)]
+    return [mean, median, _change(question, "p99", base, head, tail, rare, draws, wander, dependent)]
 
 
 def _change(
@@ -168,6 +214,8 @@ def _change(
     p_value: float | None,
     too_few: str,
     draws: int,
+    wander: float,
+    dependent: float,
 ) -> Change:
     left, right = float(getattr(base, statistic)), float(getattr(head, statistic))
     known = ratio(question.head, question.base, statistic, draws=draws) if left > 0 else None
@@ -179,6 +227,8 @@ def _change(
         verdict, reason = "not judged", "the base is 0"
     elif p_value < LEVEL and abs(known.value - 1) < SMALLEST_CHANGE:
         reason = f"differs by less than {SMALLEST_CHANGE:.0%}, the smallest change that is judged"
+    elif p_value < LEVEL and abs(known.value - 1) < wander:
+        reason = f"one side drifts by {wander:.1%} within its run, so a change of this size is not told from that"
     elif p_value < LEVEL:
         verdict = question.words[0 if known.value < 1 else 1]
     return Change(
@@ -186,12 +236,17 @@ def _change(
         base=left,
         head=right,
         ratio=known.value if known else None,
-        low=known.low if known and known.resampled else None,
-        high=known.high if known and known.resampled else None,
+        low=_widened(known.value, known.low, dependent) if known and known.resampled else None,
+        high=_widened(known.value, known.high, dependent) if known and known.resampled else None,
         p_value=p_value,
         verdict=verdict,
         reason=reason,
     )
+
+
+def _widened(value: float, end: float, dependent: float) -> float:
+    """Move an interval's end away from `value` by sqrt(`dependent`), on the scale of ratios."""
+    return value * (end / value) ** math.sqrt(dependent) if value > 0 and end > 0 else end
 
 
 def _unjudged(change: Change, reason: str) -> Change:
@@ -207,12 +262,20 @@ def _ranks(values: Floats) -> tuple[Floats, float]:
     return middle[inverse], float((counts.astype(float) ** 3 - counts).sum())
 
 
-def _independence(*sides: Floats) -> float:
-    """The share of the samples that counts as independent: (1 - r) / (1 + r), at most 1."""
-    products = squares = 0.0
-    for side in sides:
-        centred = side - side.mean()
-        products += float((centred[1:] * centred[:-1]).sum())
-        squares += float((centred**2).sum())
-    r = min(0.95, max(0.0, products / squares)) if squares > 0 else 0.0
-    return (1 - r) / (1 + r)
+def dependence(samples: Sequence[float] | Floats) -> float:
+    """Integrated autocorrelation time of the ranks, at least 1: how many samples count as one.
+
+    `samples` in order of time.
+    """
+    ranks, _ = _ranks(np.asarray(samples, float))
+    centred = ranks - ranks.mean()
+    n = centred.size
+    power = np.abs(np.fft.rfft(centred, 2 * n)) ** 2
+    covariance = np.fft.irfft(power)[:n]
+    if n < FEWEST_SAMPLES or covariance[0] <= 0:
+        return 1.0
+    correlation = covariance / covariance[0]
+    pairs = correlation[0 : n - n % 2 : 2] + correlation[1 : n - n % 2 : 2]
+    ends = np.flatnonzero(pairs <= 2 * math.sqrt(2 / n))  # two standard errors of a pair of independent samples
+    positive = pairs[: ends[0]] if ends.size else pairs
+    return float(min(max(1.0, 2 * positive.sum() - 1), n / 2))

@@ -7,8 +7,18 @@ import math
 from collections.abc import Sequence
 
 from workbench.bundle import Content
-from workbench.diff import Clock, Statistics, arm_samples, one_pass, run_totals, statistics, trace_summary
+from workbench.diff import (
+    NOTABLE_DRIFT,
+    Clock,
+    Statistics,
+    arm_samples,
+    one_pass,
+    run_totals,
+    statistics,
+    trace_summary,
+)
 from workbench.errors import WorkbenchError
+from workbench.evidence import drift
 from workbench.run import ARMS, Arm, Record, Run
 from workbench.stats import ratio
 
@@ -75,6 +85,13 @@ def review(content: Content) -> Review | None:
     equality = run.equality
     known = [row.relative_rms for row in equality if row.relative_rms is not None]
     traces, notes = _traces(content, run)
+    notes += run.notes
+    notes += [
+        f"{row.arm} drifted by {wander:+.0%} between the halves of its run; the machine was not steady"
+        for row in timings
+        if row.clock == "wall" and (row.call is None or len(run.calls) == 1)
+        if abs(wander := drift(row.samples)) >= NOTABLE_DRIFT
+    ]
     if run.replay == "static_replay":
         notes.insert(0, "static replay: Python runs again over fixed buffers, so its times say nothing about graphs")
     return Review(

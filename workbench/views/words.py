@@ -62,38 +62,53 @@ def rms(value: float | None) -> str:
     return DASH if value is None else f"{value:.3g}"
 
 
-def verdicts(diff: Diff) -> list[tuple[str, str | None]]:
-    """The sentences that come first, each with its verdict: headline timings of every pair."""
+Sentence = tuple[str, str | None]  # what is said, and the verdict it carries
+
+
+def verdicts(diff: Diff) -> list[Sentence]:
+    """The sentences that come first: headline timings, failures, doubts, parity and accuracy of every pair."""
     several = len(diff.pairs) > 1
-    sentences: list[tuple[str, str | None]] = []
-    for pair in diff.pairs:
-        prefix = f"{pair.name}: " if several else ""
-        told = [(timing, change) for timing in headline(pair) for change in timing.changes]
-        clear = [(timing, change) for timing, change in told if tone(change.verdict)]
-        sentences += [
-            (f"{prefix}{timing.name}, {change.statistic}: {change.verdict}, {change_text(change)}", change.verdict)
-            for timing, change in clear
-        ]
-        if not clear and told:
-            sentences.append((f"{prefix}no evidence of a difference in the timings", None))
-        if pair.doubts:
-            sentences.append((f"{prefix}{len(pair.doubts)} things make the comparison doubtful, see below", None))
-        for row in pair.parity:
-            lost = row.base_equal / max(1, row.base_total) > row.head_equal / max(1, row.head_total)
-            for finding in row.new_findings:
-                sentences.append((f"{prefix}parity, new finding: {finding}", "worse"))
-            if lost:
-                sentences.append(
-                    (f"{prefix}fewer outputs with equal bits: {share_of(row.head_equal, row.head_total)}", "worse")
-                )
-        for delta in pair.accuracy:
-            worse = delta.sigma > 2
-            sentences.append(
-                (
-                    f"{prefix}{delta.task} {delta.metric}: {delta.a:.4f} → {delta.b:.4f}, {delta.sigma:.1f}σ",
-                    "worse" if worse and delta.delta < 0 else None,
-                )
-            )
+    return [
+        (f"{pair.name}: {text}" if several else text, verdict)
+        for pair in diff.pairs
+        for text, verdict in (*_timing_sentences(pair), *_failure_sentences(pair), *_parity_sentences(pair))
+    ]
+
+
+def _timing_sentences(pair: PairDiff) -> list[Sentence]:
+    told = [(timing, change) for timing in headline(pair) for change in timing.changes]
+    clear: list[Sentence] = [
+        (f"{timing.name}, {change.statistic}: {change.verdict}, {change_text(change)}", change.verdict)
+        for timing, change in told
+        if tone(change.verdict)
+    ]
+    if told and not clear:
+        judged = any(change.verdict != "not judged" for _, change in told)
+        clear.append(("no evidence of a difference in the timings" if judged else "the timings cannot be judged", None))
+    if pair.doubts:
+        clear.append((f"doubts about the comparison: {len(pair.doubts)}, see below", None))
+    return clear
+
+
+def _failure_sentences(pair: PairDiff) -> list[Sentence]:
+    sentences: list[Sentence] = []
+    for row in pair.failures:
+        cause = f", {row.cause}" if row.cause else ""
+        text = f"calls on which {row.arm} failed ({row.error}{cause}): {row.base} → {row.head}"
+        sentences.append((text, "worse" if row.head > row.base else "better" if row.head < row.base else None))
+    return sentences
+
+
+def _parity_sentences(pair: PairDiff) -> list[Sentence]:
+    sentences: list[Sentence] = []
+    for row in pair.parity:
+        sentences += [(f"parity, new finding: {finding}", "worse") for finding in row.new_findings]
+        if row.base_equal * row.head_total > row.head_equal * row.base_total:
+            before, after = share_of(row.base_equal, row.base_total), share_of(row.head_equal, row.head_total)
+            sentences.append((f"fewer outputs with equal bits: {before} → {after}", "worse"))
+    for delta in pair.accuracy:
+        text = f"{delta.task} {delta.metric}: {delta.a:.4f} → {delta.b:.4f}, {delta.sigma:.1f}σ"
+        sentences.append((text, "worse" if delta.sigma > 2 and delta.delta < 0 else None))
     return sentences
 
 
