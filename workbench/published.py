@@ -46,3 +46,34 @@ ERNIE_PULL_REQUEST = PublishedTable(
         PublishedRow("CUDA graph", mean=5.33, median=5.31, std=0.22, p99=5.77),
     ),
 )
+
+
+@dataclass(frozen=True)
+class PublishedBenchmark:
+    """A benchmark's score and standard error with encoder graphs off and on, and the distance that was quoted."""
+
+    task: str
+    off: tuple[float, float]
+    on: tuple[float, float]
+    quoted_sigma: float
+
+
+@dataclass(frozen=True)
+class PublishedDecisions:
+    """How many of `answers` greedy answers were byte-identical with graphs off and on, and benchmarks of both."""
+
+    source: str
+    answers: int
+    identical: int
+    benchmarks: tuple[PublishedBenchmark, ...]
+
+
+ERNIE_DECISIONS = PublishedDecisions(
+    source="vLLM pull request 45254, ERNIE-4.5-VL-28B-A3B on an H100",
+    answers=50,
+    identical=47,
+    benchmarks=(
+        PublishedBenchmark("AI2D", off=(0.6548, 0.0086), on=(0.6564, 0.0085), quoted_sigma=0.2),
+        PublishedBenchmark("MMStar", off=(0.1241, 0.0088), on=(0.1284, 0.0089), quoted_sigma=0.5),
+    ),
+)
