@@ -36,6 +36,11 @@ def base_us(budget: int) -> float:
     return BASE + RATE * budget
 
 
+def later_seconds(budget: int) -> float:
+    """Seconds of a capture."""
+    return SECONDS + SECONDS_RATE * budget
+
+
 def call_us(batches: Sequence[tuple[int, Sequence[int]]], base: Callable[[int], float] = base_us) -> float:
     """The formula; a batch is (budget, tokens of its items)."""
     return CALL + sum(
@@ -62,7 +67,7 @@ def make_profile(
     random = np.random.default_rng(seed)
 
     def samples(value: float) -> list[float]:
-        return (value * (1 + noise * random.standard_normal(5))).tolist()
+        return [float(value * (1 + noise * deviation)) for deviation in random.standard_normal(5)]
 
     replays = [
         ReplayPoint(
@@ -92,9 +97,7 @@ def make_profile(
         captures=[
             *(MemoryPoint(budget=b, first=True, seconds=0.1, bytes=FIRST_BYTES * b) for b in (budgets[0], budgets[-1])),
             *(
-                MemoryPoint(
-                    budget=b, first=False, seconds=SECONDS + SECONDS_RATE * b, bytes=LATER_BYTES + LATER_RATE * b
-                )
+                MemoryPoint(budget=b, first=False, seconds=later_seconds(b), bytes=LATER_BYTES + LATER_RATE * b)
                 for b in budgets
             ),
         ],

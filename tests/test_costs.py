@@ -15,13 +15,13 @@ from workbench.budgets import Resolved
 from workbench.costs import CostModel, CostProfile, ReplayModel, fit_host, read_profile
 from workbench.errors import WorkbenchError
 from workbench.files import write_json
-from workbench.planner import plan
+from workbench.planner import Plan, plan
 
 MODEL = CostModel(make_profile())
 BUDGETS = (64, 256, 1024, 4096)
 
 
-def planned(calls: list[list[int]], budgets: tuple[int, ...] = BUDGETS, max_items: int = 4) -> "costs.Plan":
+def planned(calls: list[list[int]], budgets: tuple[int, ...] = BUDGETS, max_items: int = 4) -> Plan:
     tokens = np.array([n for call in calls for n in call], np.int64)
     return plan(tokens, np.cumsum([0, *map(len, calls)]), Resolved(budgets, max_items, 0))
 
@@ -110,7 +110,7 @@ def test_captures_cost_one_first_and_the_rest_beside_it() -> None:
     budgets = (64, 256, 1024)
     later = sum(profiles.LATER_BYTES + profiles.LATER_RATE * b for b in budgets[:-1])
     assert MODEL.capture_bytes(budgets) == pytest.approx(profiles.FIRST_BYTES * 1024 + later, abs=2)
-    seconds = sum(profiles.SECONDS + profiles.SECONDS_RATE * b for b in budgets)
+    seconds = sum(map(profiles.later_seconds, budgets))
     assert MODEL.capture_seconds(budgets) == pytest.approx(seconds)
 
 
