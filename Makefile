@@ -4,7 +4,7 @@ ENGINE ?= auto
 BIN := .venv/bin
 SETUP := $(PYTHON) scripts/setup.py --engine $(ENGINE)
 
-.PHONY: setup report lab test bench lint clean faults picture
+.PHONY: setup report lab notebooks test bench lint clean faults picture
 
 setup:
 	@$(SETUP)
@@ -14,6 +14,9 @@ report: setup  ## run the notebooks, write report/index.html and report/summary.
 
 lab: setup  ## open the notebooks in JupyterLab
 	@$(BIN)/workbench lab
+
+notebooks: setup  ## run the notebooks and save their outputs, as they are committed
+	@$(BIN)/workbench report --save
 
 test:  ## every test and, by nbval, every notebook, in one pytest run
 	@$(SETUP) --browser
@@ -31,8 +34,8 @@ bench: setup  ## measure the workbench itself: benchmarks/results.json
 faults: setup  ## plant every known fault and see that the parity checks catch it
 	@$(BIN)/workbench faults
 
-picture: report  ## docs/report.png, README's picture (needs Chromium)
-	@$(BIN)/workbench report --reuse --screenshot docs/report.png
+picture: setup  ## docs/report.png, README's picture (needs Chromium)
+	@$(BIN)/workbench report --screenshot docs/report.png
 
 clean:  ## what was made, except .venv and the runs/ that you measured
 	rm -rf report build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

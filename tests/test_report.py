@@ -245,6 +245,18 @@ def test_a_kernel_that_dies_and_a_cell_that_hangs_end_their_notebook_only(
     assert [share for _, share in seen] == sorted(share for _, share in seen)
 
 
+def test_save_writes_outputs_that_do_not_change_and_leaves_failed_notebooks(tmp_path: Path) -> None:
+    good = write_notebook(tmp_path / "good.ipynb", ["# Good", "print(6 * 7)"])
+    bad = write_notebook(tmp_path / "bad.ipynb", ["1 / 0"])
+    before = bad.read_bytes()
+    make_report([good, bad], tmp_path / "out", save=True)
+    saved = good.read_bytes()
+    assert "42" in str(nbformat.read(good, as_version=4).cells[1].outputs)
+    assert bad.read_bytes() == before
+    make_report([good], tmp_path / "out", save=True)
+    assert good.read_bytes() == saved
+
+
 @pytest.mark.parametrize("last", ["1", "1 / 0"])
 def test_no_kernel_stays_behind(tmp_path: Path, last: str) -> None:
     path = write_notebook(tmp_path / "pid.ipynb", ["import os\nprint(os.getpid())", last])

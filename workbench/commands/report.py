@@ -23,6 +23,7 @@ def report(
     screenshot: Annotated[
         Path | None, typer.Option("--screenshot", help="Also write a PNG of the page's top (needs Chromium).")
     ] = None,
+    save: Annotated[bool, typer.Option("--save", help="Save the outputs in the notebooks themselves, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print summary.json.")] = False,
 ) -> None:
     """Run the notebooks and write one HTML page that works offline; exit 1 when a cell failed."""
@@ -33,7 +34,7 @@ def report(
 
     found = find_notebooks(notebooks or [NOTEBOOKS])
     with progress_bar() as progress:
-        summary = make_report(found, out, progress)
+        summary = make_report(found, out, progress, save=save)
     page = out / HTML_FILE
     if screenshot:
         from workbench.views.browser import take_screenshot

@@ -7,7 +7,7 @@ A notebook says where its numbers come from with `note_source`; the report repea
     note_source("live", "this machine's CPU, depth 2", {"worst relative RMS": 0.0})
 
 Notebooks run one after the other, because two at once would disturb each other's timings. They run as copies: the
-files themselves are not changed. Formulas in Markdown stay as typed: the page loads no MathJax.
+files themselves change only when asked to. Formulas in Markdown stay as typed: the page loads no MathJax.
 """
 
 import tempfile
@@ -131,14 +131,19 @@ def find_notebooks(paths: Sequence[Path]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def make_report(notebooks: Sequence[Path], out: Path, progress: Progress = silent) -> Summary:
+def make_report(notebooks: Sequence[Path], out: Path, progress: Progress = silent, *, save: bool = False) -> Summary:
     """Run the notebooks and write `out`/index.html and `out`/summary.json.
 
     A notebook whose cell fails ends there; what ran is in the report, and the other notebooks run all the same.
 
+    Args:
+        save: also write the outputs into the notebooks in which no cell failed, as they are committed.
+
     Raises:
         WorkbenchError: a file that is not a notebook, or a folder that cannot be written; nothing is written then.
     """
+    import nbformat
+
     from workbench.views.page import render
 
     loaded = [read_notebook(path) for path in notebooks]
@@ -164,6 +169,10 @@ def make_report(notebooks: Sequence[Path], out: Path, progress: Progress = silen
     )
     write_bytes(out / HTML_FILE, render(summary, [one.notebook for one in done]).encode())
     write_json(out / SUMMARY_FILE, summary)
+    if save:
+        for path, one in zip(notebooks, done, strict=True):
+            if one.summary.failure is None:
+                write_bytes(path, f"{nbformat.writes(one.notebook)}\n".encode())
     return summary
 
 
@@ -223,6 +232,9 @@ def execute(path: Path, notebook: Any, step: Callable[[int, int], None] = lambda
             timeout=CELL_SECONDS,
             resources={"metadata": {"path": str(path.resolve().parent)}},
             on_cell_start=on_start,
+            # Both would be different in every saved copy.
+            record_timing=False,
+            store_widget_state=False,
         )
         try:
             client.execute(cleanup_kc=True)  # also ends the kernel's process

@@ -57,16 +57,26 @@ def _template() -> go.layout.Template:
         "tickcolor": MUTED,
         "zerolinecolor": GRID,
         "automargin": True,
-        "title": {"standoff": 8},
+        "title": {"standoff": 8, "font": {"size": 13}},
     }
     return go.layout.Template(
         layout={
             "font": {"family": FONT, "size": 13, "color": INK},
-            "title": {"font": {"size": 16}, "x": 0, "xref": "paper", "xanchor": "left"},
+            # At the top of the margin, so that one row of legend fits between title and plot.
+            "title": {
+                "font": {"size": 16},
+                "x": 0,
+                "xref": "paper",
+                "xanchor": "left",
+                "y": 1,
+                "yref": "container",
+                "yanchor": "top",
+                "pad": {"t": 16},
+            },
             "paper_bgcolor": PAPER,
             "plot_bgcolor": PAPER,
             "colorway": list(COLORWAY),
-            "margin": {"l": 64, "r": 24, "t": 56, "b": 48},
+            "margin": {"l": 64, "r": 24, "t": 72, "b": 48},
             "legend": {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "font": {"size": 12}},
             "hoverlabel": {"font": {"family": FONT, "size": 12}},
             "xaxis": axis,
