@@ -273,7 +273,7 @@ class _Draft:
         return [
             f"{side}: {timing.name} drifted by {wander:+.0%} between the halves of its run; the machine was not steady"
             for timing, question in self.timings
-            if question is not None and question.main
+            if question is not None and question.main and not question.independent
             for side, samples in (("base", question.base), ("head", question.head))
             if abs(wander := drift(samples)) >= NOTABLE_DRIFT
         ]
@@ -815,7 +815,7 @@ def _foreign_timing(base: Measure, head: Measure) -> tuple[TimingDiff, Question 
         words: tuple[Verdict, Verdict] = ("better", "worse") if base.unit == "count" else ("faster", "slower")
         if base.better == "higher":
             words = ("worse", "better")
-        return timing, Question(base.samples, head.samples, words)
+        return timing, Question(base.samples, head.samples, words, independent=base.runs)
     reason = "the files give statistics without samples, so no test is possible"
     told: tuple[tuple[Statistic, float | None, float | None], ...] = (
         ("mean", base.mean, head.mean),

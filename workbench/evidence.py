@@ -78,6 +78,7 @@ class Question:
     head: Sequence[float]
     words: tuple[Verdict, Verdict] = ("faster", "slower")
     main: bool = True
+    independent: bool = False  # each sample is a run of its own
 
 
 def mann_whitney_p(base: Sequence[float] | Floats, head: Sequence[float] | Floats, *, seed: int = 0) -> float:
@@ -86,10 +87,11 @@ def mann_whitney_p(base: Sequence[float] | Floats, head: Sequence[float] | Float
     See the module for the correction of serial dependence. 1.0 when all values are equal.
     """
     a, b = np.asarray(base, float), np.asarray(head, float)
-    return _rank_p(a, b, max(dependence(a), dependence(b)), seed)
+    return rank_p(a, b, max(dependence(a), dependence(b)), seed=seed)
 
 
-def _rank_p(a: Floats, b: Floats, dependent: float, seed: int) -> float:
+def rank_p(a: Floats, b: Floats, dependent: float, *, seed: int = 0) -> float:
+    """`mann_whitney_p` where `dependent` samples count as one."""
     n, m = a.size, b.size
     ranks, tied = _ranks(np.concatenate([a, b]))
     total = n + m
@@ -132,7 +134,7 @@ def drift(samples: Sequence[float] | Floats) -> float:
     """
     values = np.asarray(samples, float)
     earlier, later = values[: values.size // 2], values[values.size // 2 :]
-    if earlier.size < FEWEST_SAMPLES or _rank_p(earlier, later, 1.0, 0) >= _DRIFT_LEVEL:
+    if earlier.size < FEWEST_SAMPLES or rank_p(earlier, later, 1.0) >= _DRIFT_LEVEL:
         return 0.0
     before, after = float(np.median(earlier)), float(np.median(later))
     return after / before - 1 if before > 0 else 0.0
@@ -180,20 +182,21 @@ def _tests(question: Question) -> dict[str, float]:
     fewest = min(len(question.base), len(question.head))
     found = {}
     if fewest >= FEWEST_SAMPLES:
-        found["typical"] = mann_whitney_p(question.base, question.head)
+        sides = np.asarray(question.base, float), np.asarray(question.head, float)
+        found["typical"] = rank_p(*sides, _dependence_of(question))
     if fewest >= FEWEST_FOR_P99 and _dependence_of(question) <= _MOST_DEPENDENCE:
         found["tail"] = p99_p(question.base, question.head)
     return found
 
 
 def _dependence_of(question: Question) -> float:
-    return max(dependence(question.base), dependence(question.head))
+    return 1.0 if question.independent else max(dependence(question.base), dependence(question.head))
 
 
 def _changes(question: Question, typical: float | None, tail: float | None, draws: int) -> list[Change]:
     base, head = summary(question.base), summary(question.head)
     few = f"fewer than {FEWEST_SAMPLES} samples a side cannot show a change"
-    wander = max(abs(drift(question.base)), abs(drift(question.head)))
+    wander = 0.0 if question.independent else max(abs(drift(question.base)), abs(drift(question.head)))
     dependent = _dependence_of(question)
     rare = f"a P99 needs {FEWEST_FOR_P99} samples a side; there are {base.n} and {head.n}"
     if min(base.n, head.n) >= FEWEST_FOR_P99:

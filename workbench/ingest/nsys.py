@@ -47,7 +47,7 @@ def nsys_trace(path: Path) -> Trace:
     try:
         with _connection(path) as database:
             return _Reader(path, database).read()
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # damage reaches even the texts of SQLite's errors
         raise WorkbenchError(f"{path} cannot be read as an Nsight Systems export ({error}); {_EXPORT}") from error
     except OSError as error:
         raise WorkbenchError(f"cannot read {path}: {error.strerror or error}") from error
