@@ -213,14 +213,13 @@ def advise(
         WorkbenchError: an item that the profile cannot price, constraints that nothing meets, or videos for a model
             that has graphs for images only.
     """
-    study = _study(workload, model, limits, objective, constraints or Constraints())
+    study = open_study(workload, model, limits, objective, constraints)
     starts = [(candidate.budgets, candidate.max_items) for candidate in study.baselines()]
     found = find(study.space, starts, seed=seed, progress=progress)
     progress("explaining the answer", 0.95)
     configuration = study.with_frames(found.budgets, found.max_items)
-    resolved = resolve(configuration, study.limits)
-    plan = pack(study.arrangement, resolved)
-    answer = study.candidate("advised", configuration)
+    plan = study.plan(configuration)
+    answer = study.candidate("advised", configuration, plan)
     advice = Advice(
         workload=workload.name,
         source=study.workload.source,
@@ -233,7 +232,7 @@ def advise(
         bound_us=study.space.bound(),
         baselines=tuple(study.baselines()),
         reasons=tuple(_reasons(study, plan, answer)),
-        eager_faster=tuple(_eager_faster(study, resolved)),
+        eager_faster=tuple(_eager_faster(study, plan.resolved)),
         findings=lint(study.facts, configuration, study.limits, study.workload).findings,
         video_limit=study.limits.video_limit if "video" in study.facts.graph_modalities else None,
         evaluations=found.evaluations,
@@ -280,8 +279,14 @@ def configurations_for(
 
 
 @dataclass(frozen=True)
-class _Study:
-    """A workload ready to be priced under any configuration."""
+class Study:
+    """A workload ready to be priced under any configuration.
+
+    Attributes:
+        workload: its calls.
+        arrangement: the same, in packing order.
+        space: what the search needs.
+    """
 
     workload: Workload
     facts: ModelFacts
@@ -296,14 +301,22 @@ class _Study:
         configuration = Configuration(budgets, max_items)
         if not self.workload.is_video.any():
             return configuration
-        plan = pack(self.arrangement, resolve(replace(configuration, max_frames=0), self.limits))
+        plan = self.plan(replace(configuration, max_frames=0))
         most = int(plan.frames[~plan.fallback].max(initial=1))
         return replace(configuration, max_frames=-(-most // max_items) * max_items)
 
-    def candidate(self, name: str, configuration: Configuration) -> Candidate:
-        """Price a configuration on the whole workload."""
-        resolved = resolve(configuration, self.limits)
-        plan = pack(self.arrangement, resolved)
+    def plan(self, configuration: Configuration) -> Plan:
+        """Every batch that vLLM makes.
+
+        Raises:
+            WorkbenchError: vLLM refuses the configuration.
+        """
+        return pack(self.arrangement, resolve(configuration, self.limits))
+
+    def candidate(self, name: str, configuration: Configuration, plan: Plan | None = None) -> Candidate:
+        """Price a configuration on the whole workload; `plan` is its plan, where it is known."""
+        plan = self.plan(configuration) if plan is None else plan
+        resolved = plan.resolved
         replayed = int(plan.budget[~plan.fallback].sum())
         refused, prediction, objective = self._crash(plan), None, None
         if refused is None:
@@ -363,9 +376,15 @@ def _if_known(price: Callable[[tuple[int, ...]], T], budgets: tuple[int, ...]) -
         return None
 
 
-def _study(
-    workload: Workload, model: CostModel, limits: Limits | None, objective: Objective, constraints: Constraints
-) -> _Study:
+def open_study(
+    workload: Workload,
+    model: CostModel,
+    limits: Limits | None = None,
+    objective: Objective = "mean",
+    constraints: Constraints | None = None,
+) -> Study:
+    """Make a workload ready to be priced; arguments and errors as `advise`."""
+    constraints = constraints or Constraints()
     facts = model_facts(workload.model)
     constraints.check()
     if not workload.items:
@@ -385,7 +404,7 @@ def _study(
     calls = group(workload, RequestPerCall())
     arrangement = arrange(calls.tokens, calls.offsets, calls.frames if videos else None)
     covers = objective == "gpu" or bool(facts.extra.get("fallback_crashes"))
-    tables = _tables(model, objective, int(calls.tokens.max()), facts, covers=covers)
+    tables = cost_tables(model, objective, int(calls.tokens.max()), facts, covers=covers)
 
     def affordable(budgets: tuple[int, ...]) -> bool:
         most_bytes, most_seconds = constraints.max_bytes, constraints.max_capture_seconds
@@ -395,10 +414,10 @@ def _study(
 
     queues = distinct(arrangement, sequence_squares(arrangement))
     space = Space(queues, tables, objective, constraints.max_graphs, affordable, covers)
-    return _Study(calls, facts, model, limits, objective, arrangement, space)
+    return Study(calls, facts, model, limits, objective, arrangement, space)
 
 
-def _tables(model: CostModel, objective: Objective, largest: int, facts: ModelFacts, *, covers: bool) -> Tables:
+def cost_tables(model: CostModel, objective: Objective, largest: int, facts: ModelFacts, *, covers: bool) -> Tables:
     """The model's costs by whole tokens; for the GPU objective the replays alone.
 
     Raises:
@@ -424,7 +443,7 @@ def _tables(model: CostModel, objective: Objective, largest: int, facts: ModelFa
 # Why ----------------------------------------------------------------------------------------------------------------
 
 
-def _reasons(study: _Study, plan: Plan, answer: Candidate) -> Iterator[BudgetReason]:
+def _reasons(study: Study, plan: Plan, answer: Candidate) -> Iterator[BudgetReason]:
     """Explain each budget of the answer."""
     budgets = answer.budgets
     calls = max(int((np.diff(study.arrangement.offsets) > 0).sum()), 1)
@@ -456,7 +475,7 @@ def _commonest(plan: Plan, rows: "np.typing.NDArray[np.int64]") -> tuple[tuple[i
     return tuple(np.frombuffer(content, np.int64).tolist()), count
 
 
-def _without(study: _Study, answer: Candidate, position: int) -> float | None:
+def _without(study: Study, answer: Candidate, position: int) -> float | None:
     budgets = answer.budgets[:position] + answer.budgets[position + 1 :]
     assert answer.objective_us is not None
     if not budgets or budgets[0] < answer.max_items:
@@ -465,7 +484,7 @@ def _without(study: _Study, answer: Candidate, position: int) -> float | None:
     return value / answer.objective_us - 1 if np.isfinite(value) else None
 
 
-def _eager_faster(study: _Study, resolved: Resolved) -> Iterator[EagerItem]:
+def _eager_faster(study: Study, resolved: Resolved) -> Iterator[EagerItem]:
     """Token counts that eager as served encodes faster, alone in a call, than the graph that holds them."""
     kinds, counts = np.unique(study.arrangement.tokens, return_counts=True)
     held = kinds[kinds <= resolved.budgets[-1]]

@@ -367,16 +367,28 @@ class CostModel:
         )
 
     def capture_seconds(self, budgets: npt.ArrayLike) -> float:
-        """Seconds to capture graphs of `budgets`, from the captures measured."""
+        """Seconds to capture graphs of `budgets`; errors as `seconds_per_capture`."""
+        return float(self.seconds_per_capture(budgets).sum())
+
+    def capture_bytes(self, budgets: npt.ArrayLike) -> int:
+        """Memory that graphs of `budgets` take; errors as `bytes_per_capture`."""
+        return int(self.bytes_per_capture(budgets).sum())
+
+    def seconds_per_capture(self, budgets: npt.ArrayLike) -> Floats:
+        """Seconds to capture a graph of each budget, interpolated between the captures measured.
+
+        Raises:
+            WorkbenchError: the profile has none.
+        """
         points = sorted((p for p in self.profile.captures if not p.first), key=lambda point: point.budget)
         if not points:
             raise WorkbenchError("the cost profile has no capture times; calibrate again")
         known = np.array([p.budget for p in points], dtype=np.float64)
         seconds = np.array([p.seconds for p in points])
-        return float(np.interp(np.asarray(budgets, dtype=np.float64), known, seconds).sum())
+        return np.asarray(np.interp(np.asarray(budgets, dtype=np.float64), known, seconds))
 
-    def capture_bytes(self, budgets: npt.ArrayLike) -> int:
-        """Memory that graphs of `budgets` take: the largest holds the activations, the others reuse its pool.
+    def bytes_per_capture(self, budgets: npt.ArrayLike) -> Floats:
+        """Memory that each graph takes: the largest, captured first, holds the activations, the others reuse its pool.
 
         Raises:
             WorkbenchError: the profile holds no memory (a run without CUDA).
@@ -385,18 +397,17 @@ class CostModel:
         later = sorted((p for p in self.profile.captures if not p.first), key=lambda point: point.budget)
         if not first or not later:
             raise WorkbenchError("the cost profile has no capture memory; calibrate on a GPU")
-        ordered = np.sort(np.asarray(budgets, dtype=np.float64))
-        largest = _extended(
-            ordered[-1:],
-            np.array([p.budget for p in first], float),
-            np.array([p.bytes for p in first], float),
-        )
-        others = _extended(
-            ordered[:-1],
-            np.array([p.budget for p in later], float),
-            np.array([p.bytes for p in later], float),
-        )
-        return int(largest.sum() + others.sum())
+        wanted = np.asarray(budgets, dtype=np.float64)
+        taken = _extended(wanted, *_captured(later))
+        if wanted.size:
+            largest = int(wanted.argmax())
+            taken[largest] = _extended(wanted[largest : largest + 1], *_captured(first))[0]
+        return taken
+
+
+def _captured(points: Sequence[MemoryPoint]) -> tuple[Floats, Floats]:
+    """Budgets and bytes."""
+    return np.array([p.budget for p in points], dtype=np.float64), np.array([p.bytes for p in points], dtype=np.float64)
 
 
 def sequence_squares(arrangement: Arrangement) -> Floats:

@@ -5,7 +5,7 @@ keeps vLLM's captured buffers exactly as large as the budget (defect D3 otherwis
 the cost profile measured.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -152,6 +152,25 @@ def one_item_choices(space: Space) -> list[Point]:
     return [(tuple(budgets.tolist()), 1) for budgets in chosen]
 
 
+def best_by_size(space: Space, items: Iterable[int], *, seed: int = 0) -> dict[tuple[int, int], Point]:
+    """Return the best configuration that programming finds for each (number of graphs at most, max items).
+
+    No local search, so that a whole map of them takes seconds; `find` gets a little lower.
+
+    Args:
+        items: max items to try.
+    """
+    walk = _Walk(space, loops.sample(space.queues, SEARCHED_ITEMS, seed), silent)
+    best: dict[tuple[int, int], Point] = {}
+    for max_items in sorted(set(items)):
+        for point in filter(space.allowed, walk.fitted(max_items)):
+            for graphs in range(len(point[0]), space.max_graphs + 1):
+                known = best.get((graphs, max_items))
+                if known is None or walk.score(point) < walk.score(known):
+                    best[graphs, max_items] = point
+    return best
+
+
 class _Walk:
     """Local search over (budgets, max items) on some of the calls."""
 
@@ -179,7 +198,7 @@ class _Walk:
         pool = {self._repaired(point) for point in starts}
         for done, max_items in enumerate(self.items):
             self.progress(f"choosing budgets for {max_items} items", 0.4 * done / len(self.items))
-            pool.update(self._fitted(max_items))
+            pool.update(self.fitted(max_items))
         allowed = sorted(filter(self.space.allowed, pool), key=self.score)
         if not allowed:
             raise WorkbenchError(
@@ -210,7 +229,7 @@ class _Walk:
         up = -(-np.asarray(budgets, np.int64) // max_items) * max_items
         return tuple(sorted(set(np.clip(up, low, high).tolist())))
 
-    def _fitted(self, max_items: int) -> Iterator[Point]:
+    def fitted(self, max_items: int) -> Iterator[Point]:
         """Configurations by programming on the batches of a packing without padding, then of its own packing."""
         for largest in self._largest_budgets(max_items):
             dense = self._rounded(list(range(1, largest + 1)), max_items)

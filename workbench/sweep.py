@@ -1,0 +1,365 @@
+"""What a configuration does to a workload, as tables: the numbers behind notebook 02 and its widgets.
+
+    study = open_study(load_workload("mixed", facts), model)
+    tried = outcome(study, Configuration((128, 512, 2048, 4096), 4), "mine")
+    per_budget(tried)                     # replays, fill, padding of each graph
+    latency([tried])                      # histogram of the predicted time of a call
+    bill(tried)                           # memory and seconds of each capture
+
+Times are predicted by `workbench.costs` where a table does not say "measured"; packing is vLLM's own rule.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from workbench.advisor import Advice, Candidate, Study
+from workbench.budgets import Configuration, Resolved
+from workbench.comparison import CallTiming, Comparison, Comparisons, ConfigurationTiming, check
+from workbench.costs import CallCosts, CostModel, sequence_squares
+from workbench.errors import WorkbenchError
+from workbench.models import model_facts
+from workbench.planner import FALLBACK, Plan, arrange, pack
+from workbench.search import best_by_size
+from workbench.search_loops import bound, distinct
+from workbench.shapes import captured_shapes
+
+MIB = 2**20
+FILL_BINS = 20
+TIME_BINS = 60
+ITEMS = (1, 2, 4, 8, 16, 32, 64)  # max items of a map
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One configuration on one workload.
+
+    Attributes:
+        costs: of each call; None where the candidate says why it cannot be served or priced.
+    """
+
+    study: Study
+    candidate: Candidate
+    plan: Plan
+    costs: CallCosts | None
+
+    @property
+    def name(self) -> str:
+        """Of the configuration."""
+        return self.candidate.name
+
+
+def outcome(study: Study, configuration: Configuration, name: str) -> Outcome:
+    """Plan and price a configuration.
+
+    Raises:
+        WorkbenchError: vLLM refuses it.
+    """
+    plan = study.plan(configuration)
+    candidate = study.candidate(name, configuration, plan)
+    costs = None if candidate.refused else study.model.call_costs(plan)
+    return Outcome(study, candidate, plan, costs)
+
+
+# One configuration ----------------------------------------------------------------------------------------------------
+
+
+def per_budget(tried: Outcome) -> pd.DataFrame:
+    """One row per graph, and one for eager fallbacks where there are any: replays, items, tokens, padding, fill.
+
+    `calls` is the share of calls that use it; `fill` is tokens / budget over all its replays.
+    """
+    plan = tried.plan
+    budgets = tried.candidate.budgets
+    rows = []
+    calls = max(int((np.diff(plan.arrangement.offsets) > 0).sum()), 1)
+    for position, budget in [*enumerate(budgets), (FALLBACK, 0)]:
+        mine = plan.budget_index == position
+        replays, tokens = int(mine.sum()), int(plan.tokens[mine].sum())
+        if position == FALLBACK and not replays:
+            continue
+        padding = 0 if position == FALLBACK else budget * replays - tokens
+        rows.append(
+            {
+                "graph": "eager" if position == FALLBACK else f"{budget:,}",
+                "budget": None if position == FALLBACK else budget,
+                "replays": replays,
+                "items": int(plan.items[mine].sum()),
+                "calls": _calls_with(plan, mine) / calls,
+                "tokens": tokens,
+                "padding tokens": padding,
+                "fill": None if position == FALLBACK or not replays else tokens / (budget * replays),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _calls_with(plan: Plan, rows: npt.NDArray[np.bool_]) -> int:
+    """Calls that have one of the batches; batches are in call order."""
+    calls = plan.call[rows]
+    return int((np.diff(calls, prepend=-1) > 0).sum())
+
+
+def fill_histogram(tried: Outcome) -> pd.DataFrame:
+    """Replays by fill, in steps of 5 %."""
+    fill = tried.plan.fill[~tried.plan.fallback]
+    counts, edges = np.histogram(fill, bins=FILL_BINS, range=(0.0, 1.0))
+    share = counts / max(counts.sum(), 1)
+    return pd.DataFrame({"from": edges[:-1], "to": edges[1:], "replays": counts, "share": share})
+
+
+def latency(tried: Sequence[Outcome]) -> pd.DataFrame:
+    """Calls by predicted time, the same steps for every configuration that can be served."""
+    served = [(one.name, one.costs.wall_us[np.diff(one.plan.arrangement.offsets) > 0] / 1e3)
+              for one in tried if one.costs is not None]  # fmt: skip
+    columns = ["configuration", "from ms", "to ms", "calls", "share"]
+    if not served:
+        return pd.DataFrame(columns=columns)
+    top = max(float(times.max()) for _, times in served)
+    edges = np.linspace(0.0, top * (1 + 1e-9), TIME_BINS + 1)
+    tables = []
+    for name, times in served:
+        counts, _ = np.histogram(times, bins=edges)
+        row = {"from ms": edges[:-1], "to ms": edges[1:], "calls": counts, "share": counts / len(times)}
+        tables.append(pd.DataFrame({"configuration": name, **row}))
+    return pd.concat(tables, ignore_index=True)
+
+
+def bill(tried: Outcome) -> pd.DataFrame:
+    """What capturing each graph takes: buffers from their shapes, memory and seconds from the profile."""
+    candidate, model = tried.candidate, tried.study.model
+    resolved = tried.plan.resolved
+    captures = captured_shapes(tried.study.facts, resolved)
+    memory = model.bytes_per_capture(candidate.budgets)
+    seconds = model.seconds_per_capture(candidate.budgets)
+    return pd.DataFrame(
+        {
+            "graph": [f"{budget:,}" for budget in candidate.budgets],
+            "buffers MiB": [capture.bytes / MIB for capture in captures],
+            "memory MiB": memory / MIB,
+            "seconds": seconds,
+        }
+    )
+
+
+# Configurations beside each other -------------------------------------------------------------------------------------
+
+
+def summary(tried: Sequence[Outcome | Candidate]) -> pd.DataFrame:
+    """One row per configuration: graphs, items, predicted times, waste, fallbacks, capture bill."""
+    rows = []
+    for one in tried:
+        candidate = one.candidate if isinstance(one, Outcome) else one
+        timed = candidate.prediction
+        memory = candidate.capture_bytes
+        rows.append(
+            {
+                "configuration": candidate.name,
+                "budgets": ", ".join(map(str, candidate.budgets)),
+                "max items": candidate.max_items,
+                "graphs": len(candidate.budgets),
+                "mean ms": None if timed is None else timed.mean_us / 1e3,
+                "median ms": None if timed is None else timed.median_us / 1e3,
+                "P99 ms": None if timed is None else timed.p99_us / 1e3,
+                "waste": candidate.waste,
+                "memory MiB": None if memory is None else memory / MIB,
+                "capture s": candidate.capture_seconds,
+                "refused": candidate.refused or "",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def fallback_share(tried: Sequence[Outcome]) -> pd.DataFrame:
+    """Share of items, tokens and calls that run eagerly because no budget holds them."""
+    rows = []
+    for one in tried:
+        plan, fallback = one.plan, one.plan.fallback
+        calls = max(int((np.diff(plan.arrangement.offsets) > 0).sum()), 1)
+        rows.append(
+            {
+                "configuration": one.name,
+                "largest budget": one.candidate.budgets[-1],
+                "items": int(fallback.sum()) / max(len(plan.arrangement.tokens), 1),
+                "tokens": int(plan.tokens[fallback].sum()) / max(int(plan.tokens.sum()), 1),
+                "calls": _calls_with(plan, fallback) / calls,
+                "served": one.candidate.refused is None,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def graphs_by_items(study: Study, items: Sequence[int] = ITEMS) -> pd.DataFrame:
+    """The best predicted objective for every number of graphs and max items, budgets by dynamic programming."""
+    found = best_by_size(study.space, items)
+    rows = []
+    for (graphs, max_items), (budgets, _) in sorted(found.items()):
+        value = study.space.score((budgets, max_items), study.space.queues)[0]
+        row = {"graphs": graphs, "max items": max_items, "ms": value / 1e3, "budgets": ", ".join(map(str, budgets))}
+        rows.append(row)
+    if not rows:
+        raise WorkbenchError("no configuration meets the constraints, so there is no map; allow more")
+    return pd.DataFrame(rows)
+
+
+def reasons(advice: Advice) -> pd.DataFrame:
+    """Why each budget of the answer is there."""
+    return pd.DataFrame(
+        [
+            {
+                "budget": reason.budget,
+                "calls": reason.calls,
+                "replays": reason.replays,
+                "items": reason.items,
+                "fill": reason.fill,
+                "tokens": f"{reason.smallest:,} to {reason.largest:,}",
+                "commonest batch": " + ".join(map(str, reason.common[:8]))
+                + (" + ..." if len(reason.common) > 8 else ""),
+                "its share": reason.common_share,
+                "slower without": reason.without,
+            }
+            for reason in advice.reasons
+        ]
+    )
+
+
+# Measured -------------------------------------------------------------------------------------------------------------
+
+
+def replay_costs(model: CostModel) -> pd.DataFrame:
+    """GPU time of a replay by budget: measured samples' median, and per token, for one item that fills it."""
+    budgets = model.replay.budgets
+    full = (4.0 * budgets) ** 2
+    time = model.replay.time_us(budgets, full)
+    return pd.DataFrame(
+        {
+            "budget": budgets,
+            "ms": time / 1e3,
+            "without attention ms": model.replay.base / 1e3,
+            "us per token": time / budgets,
+        }
+    )
+
+
+def held_out(model: CostModel, comparisons: Comparisons) -> pd.DataFrame:
+    """Predicted beside measured, one row per configuration and workload; calls that only replay."""
+    rows = check(model, comparisons, replays_only=True)
+    return pd.DataFrame(
+        [
+            {
+                "workload": row.workload,
+                "configuration": row.configuration,
+                "budgets": ", ".join(map(str, row.budgets)),
+                "max items": row.max_items,
+                "calls": row.calls,
+                "measured ms": row.measured_mean_us / 1e3,
+                "predicted ms": row.predicted_mean_us / 1e3,
+                "error": row.error,
+                "median error of a call": row.call_error,
+            }
+            for row in rows
+        ]
+    )
+
+
+def validation(model: CostModel, comparisons: Comparisons) -> pd.DataFrame:
+    """Measured configurations with predictions beside, one row each; eager as served among them.
+
+    `bound ms` is the mean that no configuration goes below (`workbench.search_loops.bound`) on the calls that were
+    timed, for every row of a workload.
+    """
+    checked = {(row.workload, row.configuration): row for row in check(model, comparisons)}
+    rows = []
+    for comparison in comparisons.comparisons:
+        calls = _calls(comparison)
+        least = _bound_us(model, calls)
+        if comparison.eager_served:
+            rows.append({"workload": comparison.workload, "configuration": "eager as served"}
+                        | _measured(comparison.eager_served) | {"bound ms": least / 1e3})  # fmt: skip
+        for timing in comparison.configurations:
+            row = checked.get((comparison.workload, timing.name))
+            rows.append(
+                {
+                    "workload": comparison.workload,
+                    "configuration": timing.name,
+                    **_measured(timing.calls),
+                    "predicted mean ms": None if row is None else row.predicted_mean_us / 1e3,
+                    "error": None if row is None else row.error,
+                    "predicted P99 ms": None if row is None else row.predicted_p99_us / 1e3,
+                    "bound ms": least / 1e3,
+                    **_planned(timing),
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def won(table: pd.DataFrame, advised: str = "advised") -> pd.DataFrame:
+    """Share of the time between the better of the others and the bound that the advised configuration wins.
+
+    Args:
+        table: from `validation`.
+    """
+    rows = []
+    for workload, group in table[table["graphs"].notna()].groupby("workload", sort=False):
+        means = group.set_index("configuration")["measured mean ms"]
+        others = means.drop(advised).dropna()
+        bound_ms = float(group["bound ms"].iloc[0])
+        room = float(others.min()) - bound_ms
+        gained = float(others.min() - means[advised])
+        rows.append(
+            {
+                "workload": workload,
+                "best other": others.idxmin(),
+                "best other ms": float(others.min()),
+                "advised ms": float(means[advised]),
+                "bound ms": bound_ms,
+                "won": gained / room if room > 0 else None,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _calls(comparison: Comparison) -> list[list[int]]:
+    return [call.tokens for call in comparison.configurations[0].calls]
+
+
+def _bound_us(model: CostModel, calls: list[list[int]]) -> float:
+    from workbench.advisor import cost_tables
+
+    tokens = np.array([n for call in calls for n in call], np.int64)
+    arrangement = arrange(tokens, np.cumsum([0, *map(len, calls)]))
+    queues = distinct(arrangement, sequence_squares(arrangement))
+    tables = cost_tables(model, "mean", int(tokens.max()), model_facts(model.profile.model.key), covers=True)
+    return float(np.average(bound(queues, tables), weights=queues.weight))
+
+
+def _measured(calls: Sequence[CallTiming]) -> dict[str, object]:
+    samples = [np.asarray(call.wall_us) for call in calls if call.wall_us]
+    failed = sum(not call.wall_us for call in calls)
+    every = np.concatenate(samples) / 1e3 if samples else None
+    return {
+        "calls": len(calls),
+        "failed calls": failed,
+        "measured mean ms": None if every is None or failed else float(every.mean()),
+        "measured P99 ms": None if every is None or failed else float(np.percentile(every, 99)),
+    }
+
+
+def _planned(timing: ConfigurationTiming) -> dict[str, object]:
+    calls = [call.tokens for call in timing.calls]
+    tokens = np.array([n for call in calls for n in call], np.int64)
+    made = pack(arrange(tokens, np.cumsum([0, *map(len, calls)])), Resolved(tuple(timing.budgets), timing.max_items, 0))
+    replayed = int(made.budget[~made.fallback].sum())
+    memory = [cost.pool_bytes for cost in timing.capture]
+    return {
+        "graphs": len(timing.budgets),
+        "max items": timing.max_items,
+        "budgets": ", ".join(map(str, timing.budgets)),
+        "replays per call": float((~made.fallback).sum() / max(len(calls), 1)),
+        "waste": 1 - int(made.tokens[~made.fallback].sum()) / replayed if replayed else None,
+        "capture s": sum(cost.seconds for cost in timing.capture),
+        "memory MiB": None if None in memory else sum(n for n in memory if n is not None) / MIB,
+    }
