@@ -24,13 +24,17 @@ import typer
 from typer.testing import CliRunner
 
 from tests.runs import small_run
+from workbench.budgets import Configuration, Limits
 from workbench.cli import app
 from workbench.costs import SHIPPED
 from workbench.errors import WorkbenchError
+from workbench.gaps import analyze
 from workbench.ledger import Batch, CallLine, Group, ManagerLine, ProcessLine
-from workbench.lint import RULES
+from workbench.lint import RULES, lint
+from workbench.models import model_facts
 from workbench.run import load_recording
 from workbench.stats import summary
+from workbench.trace import read_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -340,8 +344,13 @@ def test_rules_and_scenarios_of_the_defects_exist() -> None:
 # The numbers that the pages quote -----------------------------------------------------------------------------------
 
 
+def defects() -> str:
+    """docs/defects.md without line breaks."""
+    return " ".join((ROOT / "docs" / "defects.md").read_text("utf-8").split())
+
+
 def test_defects_quote_the_recordings() -> None:
-    text = " ".join((ROOT / "docs" / "defects.md").read_text("utf-8").split())
+    text = defects()
     failures = [failure for failure in load_recording("ernie45_vl-mixed-2048").failures if failure.arm == "graph"]
     assert failures
     assert all(failure.cause == "D1" and "shapes cannot be multiplied" in failure.message for failure in failures)
@@ -350,6 +359,26 @@ def test_defects_quote_the_recordings() -> None:
     images = [row for row in glm.equality if glm.calls[row.call].modality == "image"]
     assert {f"{row.relative_rms:.2f}" for row in images} == set(re.findall(r"relative RMS (\d\.\d+) against", text))
     assert all(row.bit_equal for row in glm.equality if glm.calls[row.call].modality == "video")
+
+
+def test_defects_quote_the_traces_and_the_linter() -> None:
+    folder = ROOT / "workbench" / "recordings" / "ernie45_vl-224" / "traces"
+    syncs = {}
+    for arm in ("eager_served", "eager_fallback"):
+        (path,) = folder.glob(f"{arm}.cpu*.json.gz")
+        rows = analyze(read_trace(path), "call#*").windows
+        syncs[arm] = {row.syncs - 1 for row in rows}  # one is the workbench's own
+    assert syncs["eager_served"] == {0}
+    assert [{int(number)} for number in re.findall(r"(\d+) waits of the host per call", defects())] == [
+        syncs["eager_fallback"]
+    ]
+    facts = model_facts("glm4_1v")
+    report = lint(facts, Configuration(), Limits.of(facts, max_model_len=16_384, max_num_batched_tokens=8_192))
+    ratio = next(one.evidence["ratio"] for one in report.findings if one.rule == "oversized-buffer")
+    said = re.search(r"the same ([\d,]+) patches: (\d+) times too many at budget 64", defects())
+    assert said is not None
+    assert {capture.patches for capture in report.captures} == {int(said[1].replace(",", ""))}
+    assert (report.captures[0].budget, ratio) == (64, int(said[2]))
 
 
 def test_graphs_lose_on_most_calls_of_the_mixed_recording() -> None:
