@@ -219,7 +219,7 @@ class ReplayModel:
                 slope_here, base_here = 0.0, float(times.mean())
             base.append(base_here)
             slope.append(slope_here)
-        return cls(np.array(budgets, dtype=np.int64), np.array(base), np.array(slope))
+        return cls(np.array(budgets, dtype=np.int64), significant(base), significant(slope))
 
     def check(self, budgets: npt.ArrayLike) -> None:
         """Refuse budgets outside the measured range: nothing is extrapolated.
@@ -445,7 +445,7 @@ def fit_host(calls: list[CallPoint], replays: list[ReplayPoint], tails: list[Tai
             "the calibration calls cannot tell call, batch and item costs apart; calibrate with calls of several "
             "batches and item counts"
         )
-    solution = _least_squares(matrix / target[:, None], (target - np.array(known)) / target, free=1)
+    solution = significant(_least_squares(matrix / target[:, None], (target - np.array(known)) / target, free=1))
     residual = target / (matrix @ solution + np.array(known)) - 1
     low, high = np.quantile(residual, INTERVAL)
     return HostCosts(
@@ -456,6 +456,13 @@ def fit_host(calls: list[CallPoint], replays: list[ReplayPoint], tails: list[Tai
         residual_high=float(high),
         residual_median=float(np.median(np.abs(residual))),
     )
+
+
+def significant(values: npt.ArrayLike, digits: int = 9) -> Floats:
+    """Round to significant digits, so that what follows is equal on machines whose last bits of a fit differ."""
+    exact = np.asarray(values, dtype=np.float64)
+    scale = 10.0 ** (digits - 1 - np.floor(np.log10(np.abs(exact), where=exact != 0, out=np.zeros_like(exact))))
+    return np.asarray(np.round(exact * scale) / scale)
 
 
 def _least_squares(matrix: Floats, target: Floats, free: int) -> Floats:

@@ -82,7 +82,8 @@ class Space:
         costs = loops.price(queues, self.tables, np.array(budgets, np.int64), max_items)
         mean = float(np.average(costs, weights=queues.weight))
         value = mean if self.objective != "p99" or not np.isfinite(mean) else self.value(costs, queues)
-        return value, mean, len(budgets), sum(budgets)
+        # Rounded, so that a tie is a tie on every machine, whatever the order of its sums.
+        return round(value, 6), round(mean, 6), len(budgets), sum(budgets)
 
     def allowed(self, point: Point) -> bool:
         """Whether a configuration is within the constraints and the measured budgets, and vLLM takes it."""

@@ -9,25 +9,32 @@
 Times are predicted by `workbench.costs` where a table does not say "measured"; packing is vLLM's own rule.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from workbench.advisor import Advice, Candidate, Study
+from workbench.advisor import Advice, Candidate, Study, cost_tables
 from workbench.budgets import Configuration, Resolved
-from workbench.comparison import CallTiming, Comparison, Comparisons, ConfigurationTiming, check
-from workbench.costs import CallCosts, CostModel, sequence_squares
+from workbench.comparison import CallTiming, Comparison, Comparisons, ConfigurationTiming, check, read_comparisons
+from workbench.costs import CallCosts, CostModel, default_profile, read_profile, sequence_squares, significant
 from workbench.errors import WorkbenchError
 from workbench.models import model_facts
 from workbench.planner import FALLBACK, Plan, arrange, pack
 from workbench.search import best_by_size
 from workbench.search_loops import bound, distinct
 from workbench.shapes import captured_shapes
+from workbench.workload import Workload, summarize
 
+# Names a profile to show instead of the one that ships; comparisons are looked for in its folder.
+SOURCE_VARIABLE = "WORKBENCH_PROFILE"
+HELD_OUT, VALIDATION = "heldout.json", "validation.json"
 MIB = 2**20
+DIGITS = 6  # of numbers in tables, so that figures are equal on machines whose last bits differ
 FILL_BINS = 20
 TIME_BINS = 60
 ITEMS = (1, 2, 4, 8, 16, 32, 64)  # max items of a map
@@ -64,6 +71,78 @@ def outcome(study: Study, configuration: Configuration, name: str) -> Outcome:
     return Outcome(study, candidate, plan, costs)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What was measured on one GPU: costs, and what was compared with them.
+
+    Attributes:
+        held_out, validation: None where the files are not beside the profile.
+    """
+
+    model: CostModel
+    held_out: Comparisons | None
+    validation: Comparisons | None
+
+
+def measured(model: str) -> Measured:
+    """Read the profile that `WORKBENCH_PROFILE` names, or the one that ships, and the comparisons beside it.
+
+    Raises:
+        WorkbenchError: no such file, or measured for another model.
+    """
+    given = os.environ.get(SOURCE_VARIABLE)
+    path = Path(given) if given else default_profile(model)
+    beside = [path.with_name(name) for name in (HELD_OUT, VALIDATION)]
+    held_out, validated = (read_comparisons(file) if file.is_file() else None for file in beside)
+    return Measured(CostModel(read_profile(path, model)), held_out, validated)
+
+
+def _table(rows: Sequence[Mapping[str, object]] | Mapping[str, object]) -> pd.DataFrame:
+    """A table whose numbers have DIGITS significant digits."""
+    table = pd.DataFrame(rows)
+    for name in table.columns[[kind.kind == "f" for kind in table.dtypes]]:
+        table[name] = significant(table[name].to_numpy(), DIGITS)
+    return table
+
+
+# Items and calls ------------------------------------------------------------------------------------------------------
+
+
+def items(workloads: Sequence[Workload]) -> pd.DataFrame:
+    """Share of the items of each token count, at most 12 of them a workload."""
+    rows = []
+    for workload in workloads:
+        kinds, counts = np.unique(workload.tokens, return_counts=True)
+        common = np.sort(np.argsort(-counts, kind="stable")[:12])
+        rows += [
+            {"workload": workload.name, "tokens": int(kinds[i]), "items": int(counts[i]),
+             "share": counts[i] / workload.items}
+            for i in common
+        ]  # fmt: skip
+    return _table(rows)
+
+
+def workloads_table(workloads: Sequence[Workload]) -> pd.DataFrame:
+    """One row per workload: calls, items, tokens."""
+    rows = []
+    for workload in workloads:
+        told = summarize(workload)
+        rows.append(
+            {
+                "workload": told.name,
+                "calls": told.groups - told.empty,
+                "items": told.images + told.videos,
+                "items a call, median": told.items_per_group["median"],
+                "items a call, most": told.items_per_group["max"],
+                "tokens an item, median": told.tokens["median"],
+                "tokens an item, most": told.tokens["max"],
+                "tokens a call, P99": told.tokens_per_group["p99"],
+                "source": told.source,
+            }
+        )
+    return _table(rows)
+
+
 # One configuration ----------------------------------------------------------------------------------------------------
 
 
@@ -94,7 +173,7 @@ def per_budget(tried: Outcome) -> pd.DataFrame:
                 "fill": None if position == FALLBACK or not replays else tokens / (budget * replays),
             }
         )
-    return pd.DataFrame(rows)
+    return _table(rows)
 
 
 def _calls_with(plan: Plan, rows: npt.NDArray[np.bool_]) -> int:
@@ -108,7 +187,7 @@ def fill_histogram(tried: Outcome) -> pd.DataFrame:
     fill = tried.plan.fill[~tried.plan.fallback]
     counts, edges = np.histogram(fill, bins=FILL_BINS, range=(0.0, 1.0))
     share = counts / max(counts.sum(), 1)
-    return pd.DataFrame({"from": edges[:-1], "to": edges[1:], "replays": counts, "share": share})
+    return _table({"from": edges[:-1], "to": edges[1:], "replays": counts, "share": share})
 
 
 def latency(tried: Sequence[Outcome]) -> pd.DataFrame:
@@ -124,7 +203,7 @@ def latency(tried: Sequence[Outcome]) -> pd.DataFrame:
     for name, times in served:
         counts, _ = np.histogram(times, bins=edges)
         row = {"from ms": edges[:-1], "to ms": edges[1:], "calls": counts, "share": counts / len(times)}
-        tables.append(pd.DataFrame({"configuration": name, **row}))
+        tables.append(_table({"configuration": name, **row}))
     return pd.concat(tables, ignore_index=True)
 
 
@@ -135,7 +214,7 @@ def bill(tried: Outcome) -> pd.DataFrame:
     captures = captured_shapes(tried.study.facts, resolved)
     memory = model.bytes_per_capture(candidate.budgets)
     seconds = model.seconds_per_capture(candidate.budgets)
-    return pd.DataFrame(
+    return _table(
         {
             "graph": [f"{budget:,}" for budget in candidate.budgets],
             "buffers MiB": [capture.bytes / MIB for capture in captures],
@@ -170,7 +249,7 @@ def summary(tried: Sequence[Outcome | Candidate]) -> pd.DataFrame:
                 "refused": candidate.refused or "",
             }
         )
-    return pd.DataFrame(rows)
+    return _table(rows)
 
 
 def fallback_share(tried: Sequence[Outcome]) -> pd.DataFrame:
@@ -189,7 +268,7 @@ def fallback_share(tried: Sequence[Outcome]) -> pd.DataFrame:
                 "served": one.candidate.refused is None,
             }
         )
-    return pd.DataFrame(rows)
+    return _table(rows)
 
 
 def graphs_by_items(study: Study, items: Sequence[int] = ITEMS) -> pd.DataFrame:
@@ -202,12 +281,12 @@ def graphs_by_items(study: Study, items: Sequence[int] = ITEMS) -> pd.DataFrame:
         rows.append(row)
     if not rows:
         raise WorkbenchError("no configuration meets the constraints, so there is no map; allow more")
-    return pd.DataFrame(rows)
+    return _table(rows)
 
 
 def reasons(advice: Advice) -> pd.DataFrame:
     """Why each budget of the answer is there."""
-    return pd.DataFrame(
+    return _table(
         [
             {
                 "budget": reason.budget,
@@ -234,7 +313,7 @@ def replay_costs(model: CostModel) -> pd.DataFrame:
     budgets = model.replay.budgets
     full = (4.0 * budgets) ** 2
     time = model.replay.time_us(budgets, full)
-    return pd.DataFrame(
+    return _table(
         {
             "budget": budgets,
             "ms": time / 1e3,
@@ -247,7 +326,7 @@ def replay_costs(model: CostModel) -> pd.DataFrame:
 def held_out(model: CostModel, comparisons: Comparisons) -> pd.DataFrame:
     """Predicted beside measured, one row per configuration and workload; calls that only replay."""
     rows = check(model, comparisons, replays_only=True)
-    return pd.DataFrame(
+    return _table(
         [
             {
                 "workload": row.workload,
@@ -293,7 +372,7 @@ def validation(model: CostModel, comparisons: Comparisons) -> pd.DataFrame:
                     **_planned(timing),
                 }
             )
-    return pd.DataFrame(rows)
+    return _table(rows)
 
 
 def won(table: pd.DataFrame, advised: str = "advised") -> pd.DataFrame:
@@ -319,7 +398,7 @@ def won(table: pd.DataFrame, advised: str = "advised") -> pd.DataFrame:
                 "won": gained / room if room > 0 else None,
             }
         )
-    return pd.DataFrame(rows)
+    return _table(rows)
 
 
 def _calls(comparison: Comparison) -> list[list[int]]:
@@ -327,8 +406,6 @@ def _calls(comparison: Comparison) -> list[list[int]]:
 
 
 def _bound_us(model: CostModel, calls: list[list[int]]) -> float:
-    from workbench.advisor import cost_tables
-
     tokens = np.array([n for call in calls for n in call], np.int64)
     arrangement = arrange(tokens, np.cumsum([0, *map(len, calls)]))
     queues = distinct(arrangement, sequence_squares(arrangement))

@@ -1,0 +1,264 @@
+"""Figures of notebook 02: pure functions from the tables of `workbench.sweep` to plotly figures."""
+
+from collections.abc import Mapping
+
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from workbench.views.theme import BLACK, BLUE, COLORWAY, GREEN, GRID, MUTED, ORANGE, VERMILION
+
+_BELOW = {"orientation": "h", "x": 0, "y": -0.3, "yanchor": "top"}
+
+
+def colors(names: list[str]) -> dict[str, str]:
+    """One color for each configuration, the same in every figure of a page; the advised one is green."""
+    others = [color for color in COLORWAY if color != GREEN]
+    plain = [name for name in names if name != "advised"]
+    return {name: others[i % len(others)] for i, name in enumerate(plain)} | {"advised": GREEN}
+
+
+def padding(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
+    """Tokens and padding that each graph computes, one panel per configuration; tables from `sweep.per_budget`."""
+    figure = make_subplots(rows=1, cols=len(tables), subplot_titles=list(tables), shared_yaxes=True)
+    for column, table in enumerate(tables.values(), start=1):
+        for name, color in (("tokens", BLUE), ("padding tokens", VERMILION)):
+            figure.add_bar(
+                x=table["graph"],
+                y=table[name] / 1e6,
+                name=name,
+                marker_color=color,
+                legendgroup=name,
+                showlegend=column == 1,
+                row=1,
+                col=column,
+            )
+    figure.update_layout(barmode="stack", title="What replays compute", height=380, legend=_BELOW)
+    figure.update_xaxes(type="category", title="graph (budget)")
+    figure.update_yaxes(title="million tokens", row=1, col=1)
+    return figure
+
+
+def fill(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
+    """Share of the replays by fill, one panel per configuration; tables from `sweep.fill_histogram`."""
+    figure = make_subplots(rows=1, cols=len(tables), subplot_titles=list(tables), shared_yaxes=True)
+    shades = colors(list(tables))
+    for column, (name, table) in enumerate(tables.items(), start=1):
+        figure.add_bar(
+            x=(table["from"] + table["to"]) / 2,
+            y=table["share"],
+            width=table["to"] - table["from"],
+            name=name,
+            marker_color=shades[name],
+            showlegend=False,
+            row=1,
+            col=column,
+        )
+    figure.update_layout(title="How full replays are", height=320, bargap=0)
+    figure.update_xaxes(title="tokens / budget", range=[0, 1], tickformat=".0%")
+    figure.update_yaxes(title="share of replays", tickformat=".0%", row=1, col=1)
+    return figure
+
+
+def fallbacks(table: pd.DataFrame) -> go.Figure:
+    """Share of items and tokens that no graph holds; `table` from `sweep.fallback_share`."""
+    figure = go.Figure()
+    for name, color in (("items", BLUE), ("tokens", VERMILION), ("calls", ORANGE)):
+        figure.add_bar(
+            y=table["configuration"],
+            x=table[name],
+            orientation="h",
+            name=name,
+            marker_color=color,
+            text=[f"{value:.1%}" for value in table[name]],
+            textposition="auto",
+        )
+    figure.update_layout(
+        barmode="group", title="Above the largest budget", height=120 + 60 * len(table), legend=_BELOW | {"y": -0.25}
+    )
+    figure.update_xaxes(
+        tickformat=".0%", range=[0, max(0.1, 1.1 * float(table[["items", "tokens", "calls"]].max().max()))]
+    )
+    figure.update_yaxes(autorange="reversed")
+    return figure
+
+
+def latency(table: pd.DataFrame) -> go.Figure:
+    """Predicted time of a call, share of calls at or below; `table` from `sweep.latency`."""
+    figure = go.Figure()
+    groups = list(table.groupby("configuration", sort=False))
+    shades = colors([str(name) for name, _ in groups])
+    for name, group in groups:
+        figure.add_scatter(
+            x=[0.0, *group["to ms"]],
+            y=[0.0, *group["share"].cumsum()],
+            mode="lines",
+            line={"shape": "hv", "color": shades[str(name)], "width": 2},
+            name=str(name),
+        )
+    figure.update_layout(title="Predicted time of an encoder call", height=380, legend=_BELOW)
+    figure.update_xaxes(title="ms", rangemode="tozero")
+    figure.update_yaxes(title="share of calls at or below", tickformat=".0%", range=[0, 1.02])
+    return figure
+
+
+def bill(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
+    """Memory and seconds of the captures, stacked by graph; tables from `sweep.bill`."""
+    figure = make_subplots(rows=1, cols=2, subplot_titles=["memory, MiB", "capture, s"], shared_yaxes=True)
+    for name, table in tables.items():
+        for column, value in enumerate(("memory MiB", "seconds"), start=1):
+            figure.add_bar(
+                y=[name] * len(table),
+                x=table[value],
+                orientation="h",
+                marker={
+                    "color": list(range(len(table))),
+                    "colorscale": "Blues",
+                    "cmin": -2,
+                    "line": {"color": MUTED, "width": 1},
+                },
+                customdata=table["graph"],
+                hovertemplate="budget %{customdata}: %{x:.2f}<extra></extra>",
+                showlegend=False,
+                row=1,
+                col=column,
+            )
+    figure.update_layout(barmode="stack", title="What capturing takes, graph by graph", height=130 + 50 * len(tables))
+    figure.update_yaxes(autorange="reversed")
+    return figure
+
+
+def graphs_by_items(table: pd.DataFrame, objective: str = "mean ms") -> go.Figure:
+    """Heat map of the best predicted time by number of graphs and max items; from `sweep.graphs_by_items`."""
+    values = table.pivot(index="graphs", columns="max items", values="ms")
+    budgets = table.pivot(index="graphs", columns="max items", values="budgets")
+    figure = go.Figure(
+        go.Heatmap(
+            x=[str(n) for n in values.columns],
+            y=[str(n) for n in values.index],
+            z=values.to_numpy(),
+            text=[[f"{value:.2f}" if value == value else "" for value in row] for row in values.to_numpy()],
+            texttemplate="%{text}",
+            customdata=budgets.to_numpy(),
+            hovertemplate="%{y} graphs, %{x} items: %{z:.3f} ms<br>%{customdata}<extra></extra>",
+            colorscale="Viridis",
+            reversescale=True,
+            colorbar={"title": objective},
+        )
+    )
+    figure.update_layout(title="Best time by number of graphs and max items", height=90 + 34 * len(values) + 60)
+    figure.update_xaxes(title="max items per replay", type="category", showgrid=False)
+    figure.update_yaxes(title="graphs at most", type="category", showgrid=False)
+    return figure
+
+
+def replay_costs(table: pd.DataFrame) -> go.Figure:
+    """Time of a replay, and per token, by budget; `table` from `sweep.replay_costs`."""
+    figure = make_subplots(rows=1, cols=2, subplot_titles=["ms per replay", "us per token of the budget"])
+    for column, name, color, title in (
+        (1, "ms", BLUE, "one item fills the budget"),
+        (1, "without attention ms", MUTED, "without attention"),
+        (2, "us per token", VERMILION, "one item fills the budget"),
+    ):
+        figure.add_scatter(
+            x=table["budget"],
+            y=table[name],
+            mode="lines+markers",
+            marker={"size": 4},
+            line={"color": color},
+            name=title,
+            showlegend=column == 1,
+            row=1,
+            col=column,
+        )
+    figure.update_layout(title="What a graph costs on the GPU", height=360, legend=_BELOW)
+    figure.update_xaxes(title="budget, tokens", type="log", dtick=0.30103)
+    figure.update_yaxes(rangemode="tozero")
+    return figure
+
+
+def configurations(table: pd.DataFrame, bound_ms: float) -> go.Figure:
+    """Predicted mean and P99 of configurations, with the bound; `table` from `sweep.summary`."""
+    rows = table[table["mean ms"].notna()]
+    shades = colors(list(rows["configuration"]))
+    figure = go.Figure()
+    figure.add_bar(
+        y=rows["configuration"],
+        x=rows["mean ms"],
+        orientation="h",
+        marker_color=[shades[name] for name in rows["configuration"]],
+        text=[f"{value:.2f} ms" for value in rows["mean ms"]],
+        textposition="inside",
+        name="mean",
+    )
+    figure.add_scatter(
+        y=rows["configuration"],
+        x=rows["P99 ms"],
+        mode="markers",
+        marker={"symbol": "line-ns", "size": 18, "line": {"width": 3, "color": BLACK}},
+        name="P99",
+    )
+    figure.add_vline(x=bound_ms, line={"dash": "dot", "color": MUTED}, annotation_text="bound of the mean")
+    figure.update_layout(
+        title="Predicted time of a call", height=140 + 44 * len(rows), xaxis_title="ms", showlegend=False
+    )
+    figure.update_yaxes(autorange="reversed")
+    return figure
+
+
+def predicted_beside_measured(table: pd.DataFrame) -> go.Figure:
+    """Predicted against measured mean, one mark per configuration and workload; `table` from `sweep.held_out`."""
+    figure = go.Figure()
+    least = 0.9 * float(table[["measured ms", "predicted ms"]].min().min())
+    most = 1.1 * float(table[["measured ms", "predicted ms"]].max().max())
+    figure.add_scatter(
+        x=[least, most], y=[least, most], mode="lines", line={"color": MUTED, "dash": "dot"}, name="equal"
+    )
+    for color, (workload, group) in zip(COLORWAY, table.groupby("workload", sort=False), strict=False):
+        figure.add_scatter(
+            x=group["measured ms"],
+            y=group["predicted ms"],
+            mode="markers",
+            marker={"color": color, "size": 9},
+            name=str(workload),
+            customdata=group[["configuration", "budgets", "error"]].to_numpy(),
+            hovertemplate="%{customdata[0]}: %{customdata[1]}<br>%{customdata[2]:+.1%}<extra></extra>",
+        )
+    figure.update_layout(title="Predicted beside measured, mean of a call", height=420, legend=_BELOW | {"y": -0.2})
+    figure.update_xaxes(title="measured, ms", type="log")
+    figure.update_yaxes(title="predicted, ms", type="log")
+    return figure
+
+
+def validation(table: pd.DataFrame) -> go.Figure:
+    """Measured means with predictions and the bound, one panel per workload; `table` from `sweep.validation`."""
+    groups = list(table.groupby("workload", sort=False))
+    shades = colors(list(dict.fromkeys(table["configuration"])))
+    figure = make_subplots(rows=1, cols=len(groups), subplot_titles=[str(name) for name, _ in groups])
+    for column, (_, group) in enumerate(groups, start=1):
+        first = column == 1
+        figure.add_bar(
+            x=group["configuration"],
+            y=group["measured mean ms"],
+            marker_color=[shades[name] for name in group["configuration"]],
+            name="measured mean",
+            showlegend=False,
+            row=1,
+            col=column,
+        )
+        for name, symbol, color in (("predicted mean ms", "diamond", BLACK), ("measured P99 ms", "line-ew", MUTED)):
+            figure.add_scatter(
+                x=group["configuration"],
+                y=group[name],
+                mode="markers",
+                marker={"symbol": symbol, "size": 11, "color": color, "line": {"width": 2, "color": color}},
+                name=name.removesuffix(" ms"),
+                legendgroup=name,
+                showlegend=first,
+                row=1,
+                col=column,
+            )
+        figure.add_hline(y=float(group["bound ms"].iloc[0]), line={"dash": "dot", "color": MUTED}, row=1, col=column)
+    figure.update_layout(title="Measured on the GPU: bars; the dotted line is the bound", height=420, legend=_BELOW)
+    figure.update_yaxes(title="ms per call", rangemode="tozero", col=1, gridcolor=GRID)
+    return figure
