@@ -15,7 +15,7 @@ the file, it proves that nothing was exchanged. Nothing in a bundle is executed,
 import hashlib
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from io import BytesIO
@@ -49,6 +49,7 @@ LARGEST_NOTE = 256 << 10
 LARGEST_TRACE = 256 << 20  # packed
 LARGEST_UNPACKED_TRACE = 4 << 30
 DEEPEST_JSON = 64
+LONGEST_US = 365 * 86_400 * 1e6
 MOST_SAMPLES = 100_000  # of one timing; the bootstrap's work grows with them
 _TRACE_RATIO = 400  # Kineto text packs 10 to 40 times
 _FOLDER = r"runs/\d\d-[a-z0-9][a-z0-9-]{0,39}"
@@ -348,8 +349,9 @@ class Bundle:
         for value, version in ((run, RUN_VERSION), (parity, PARITY_VERSION), (external, EXTERNAL_VERSION)):
             if value is not None and value.schema_version != version:
                 raise self.archive.refusal(f"{entry.folder} was made with another schema version")
-        if run is not None and (wrong := _contradiction(run)):
-            raise self.archive.refusal(f"{prefix}{RUN_FILE} contradicts itself: {wrong}")
+        wrong = _contradiction(run) if run else _odd_external(external) if external else ""
+        if wrong:
+            raise self.archive.refusal(f"{entry.folder} contradicts itself: {wrong}")
         if {trace.file for trace in run.traces} != set(traces) if run else traces:
             raise self.archive.refusal(f"the traces of {entry.folder} are not those its {RUN_FILE} names")
         return Content(
@@ -396,6 +398,8 @@ def read_source(path: Path) -> Content:
         return Content(entry, None, None, external, {}, (), None, _no_trace)
     run = read_run(path) if not (path / PARITY_FILE).is_file() or (path / RUN_FILE).is_file() else None
     parity = read_parity(path) if (path / PARITY_FILE).is_file() else None
+    if run is not None and (wrong := _contradiction(run)):
+        raise WorkbenchError(f"{path / RUN_FILE} contradicts itself: {wrong}; capture again")
     return Content(
         entry=_entry(run, parity),
         run=run,
@@ -531,12 +535,25 @@ def _contradiction(run: Run) -> str:
         return f"it names a call beyond its {calls}"
     if any(not 0 <= item < len(run.calls[batch.call].tokens) for batch in run.batches for item in batch.items):
         return "a batch names an item its call does not have"
-    samples = [*(timing.wall_us for timing in run.timings), *(timing.gpu_us for timing in run.timings)]
-    if any(len(values) > MOST_SAMPLES for values in samples):
-        return f"a timing has more than {MOST_SAMPLES:,} samples"
-    if any(value < 0 for values in samples for value in values):
-        return "a time is negative"
+    return _odd_samples(values for timing in run.timings for values in (timing.wall_us, timing.gpu_us))
+
+
+def _odd_samples(columns: Iterable[list[float]]) -> str:
+    for values in columns:
+        if len(values) > MOST_SAMPLES:
+            return f"a timing has more than {MOST_SAMPLES:,} samples"
+        if any(not 0 <= value <= LONGEST_US for value in values):
+            return "a time is negative or longer than a year"
     return ""
+
+
+def _odd_external(external: External) -> str:
+    """The same for a foreign result."""
+    if any(not 0 <= index < len(external.kernels) for index in external.sequence):
+        return "its sequence names an operation that it does not list"
+    if any(not 0 <= kernel.total_us <= LONGEST_US for kernel in external.kernels):
+        return "a time is negative or longer than a year"
+    return _odd_samples(measure.samples for measure in external.measures)
 
 
 def _check_plain(value: Any) -> None:
