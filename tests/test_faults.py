@@ -84,6 +84,10 @@ def test_the_verbs(tmp_path: Path) -> None:
     assert read_parity(tmp_path / "run").name == "run"
     shown = runner.invoke(app, ["parity", "--scenarios", "fills", "--device", "cpu"])
     assert "graph and eager agree in all 3 conditions" in " ".join(shown.stdout.split())
+    again = runner.invoke(app, ["parity", "--scenarios", "fills,repeat", "--against", str(tmp_path / "run"), *small])
+    assert again.exit_code == 0, again.output
+    other = runner.invoke(app, ["parity", "--scenarios", "fills", "--against", str(tmp_path / "run"), *small])
+    assert "another inputs" in str(other.exception)
     refused = runner.invoke(app, ["parity", "--scenarios", "nothing", *small])
     assert refused.exit_code != 0
     assert "unknown scenario 'nothing'" in str(refused.exception)

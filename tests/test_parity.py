@@ -20,7 +20,7 @@ from workbench.parity import (
     Noise,
     Parity,
     Visibility,
-    check_same_arms,
+    changes,
     encode,
     fault_markdown,
     fault_rows,
@@ -134,13 +134,33 @@ def test_other_schema_and_no_session_are_refused(tmp_path: Path) -> None:
     ("change", "reason"),
     [({"inputs_fingerprint": "c"}, "inputs"), ({"seed": 1}, "seed"), ({"model": "weights"}, "weights")],
 )
-def test_arms_with_other_inputs_or_weights_are_refused(change: dict[str, object], reason: str) -> None:
+def test_sessions_with_other_inputs_or_weights_are_refused(change: dict[str, object], reason: str) -> None:
     a = session([])
     if "model" in change:
         change = {"model": msgspec.structs.replace(a.model, weights_fingerprint="other")}
-    check_same_arms(a, a)
+    assert changes(a, a) == []
     with pytest.raises(WorkbenchError, match=f"another {reason}"):
-        check_same_arms(a, msgspec.structs.replace(a, **change))
+        changes(a, msgspec.structs.replace(a, **change))
+
+
+def test_changes_name_what_got_worse_and_better() -> None:
+    before = session(
+        [
+            Cell(scenario="fills", budget=16, status="equal"),
+            Cell(scenario="oversize", budget=None, status="error"),
+            Cell(scenario="mixed", budget=None, status="equal"),
+        ]
+    )
+    after = session(
+        [
+            Cell(scenario="fills", budget=16, status="mismatch"),
+            Cell(scenario="oversize", budget=None, status="equal"),
+            Cell(scenario="mixed", budget=None, status="equal"),
+        ]
+    )
+    worse, better = changes(before, after)
+    assert (worse.scenario, worse.before, worse.after, worse.worse) == ("fills", "equal", "mismatch", True)
+    assert (better.scenario, better.worse) == ("oversize", False)
 
 
 def test_verdict_counts_conditions_and_names_the_defect() -> None:

@@ -285,23 +285,42 @@ def read_parity(folder: Path) -> Parity:
     return read_json(path, Parity)
 
 
-def check_same_arms(a: "Parity", b: "Parity") -> None:
-    """Refuse to compare two parity runs that differ in more than the code under test.
+class Change(Record, frozen=True):
+    """A cell whose status is not what it was in an earlier session."""
+
+    scenario: str
+    budget: int | None
+    before: Status
+    after: Status
+
+    @property
+    def worse(self) -> bool:
+        """The graph is further from eager than it was."""
+        return STATUSES.index(self.after) < STATUSES.index(self.before)
+
+
+def changes(before: Parity, after: Parity) -> list[Change]:
+    """Compare two sessions of the same weights and inputs cell by cell.
 
     Raises:
-        WorkbenchError: another model, weights, inputs or seed.
+        WorkbenchError: another model, weights, inputs (scenarios, budgets) or seed: then a change says nothing.
     """
-    pairs = {
-        "model": (a.model.key, b.model.key),
-        "weights": (a.model.weights_fingerprint, b.model.weights_fingerprint),
-        "inputs": (a.inputs_fingerprint, b.inputs_fingerprint),
-        "seed": (a.seed, b.seed),
-    }
-    for name, (left, right) in pairs.items():
+    for name, left, right in (
+        ("model", before.model.key, after.model.key),
+        ("weights", before.model.weights_fingerprint, after.model.weights_fingerprint),
+        ("seed", before.seed, after.seed),
+        ("inputs", before.inputs_fingerprint, after.inputs_fingerprint),
+    ):
         if left != right:
             raise WorkbenchError(
-                f"{a.name} and {b.name} have another {name} ({left!r} and {right!r}); run both with the same"
+                f"{before.name} and {after.name} have another {name} ({left!r} and {right!r}); run both with the same"
             )
+    old = {(cell.scenario, cell.budget): cell.status for cell in before.cells}
+    return [
+        Change(scenario=cell.scenario, budget=cell.budget, before=old[cell.scenario, cell.budget], after=cell.status)
+        for cell in after.cells
+        if old.get((cell.scenario, cell.budget), cell.status) != cell.status
+    ]
 
 
 def verdict(parity: Parity) -> str:

@@ -1,5 +1,6 @@
 """`workbench parity`, `decisions` and `faults`: does the graph change what the model sees, and would the lab notice?"""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,15 +45,20 @@ def _register_parity(app: typer.Typer) -> None:
         checkpoint: Annotated[Path | None, Option(help="Folder with weights; left out: dummy ones.")] = None,
         seed: Annotated[int, Option(help="Seed of weights and inputs.")] = 0,
         out: Annotated[Path | None, Option(help="Folder for parity.json.")] = None,
+        against: Annotated[Path | None, Option(help="Folder of an earlier session with the same inputs.")] = None,
         name: Annotated[str | None, Option(help="Name of the session; left out: the folder's.")] = None,
         as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
     ) -> None:
-        """Compare eager, padded eager and graph in every condition that breaks graphs. Exit code 1: they differ."""
+        """Compare eager, padded eager and graph in every condition that breaks graphs.
+
+        Exit code 1: they differ, or a planted fault was missed. With --against: something is worse than before.
+        """
         from workbench.encoder.parity.matrix import Plan, run
         from workbench.files import write_bytes
-        from workbench.parity import PARITY_FILE, encode
+        from workbench.parity import PARITY_FILE, changes, encode, read_parity
         from workbench.progress import progress_bar
 
+        earlier = read_parity(against) if against is not None else None
         options, configuration = _lab(model, budgets, max_items, depth, width, dtype, device, attention_backend, seed)
         if checkpoint is not None:
             options = _with(options, checkpoint=checkpoint)
@@ -76,7 +82,13 @@ def _register_parity(app: typer.Typer) -> None:
             print(encode(result).decode(), end="")
         else:
             show_parity(result)
-        raise typer.Exit(1 if result.mismatched or _uncaught(result) else 0)
+        if earlier is None:
+            raise typer.Exit(1 if result.mismatched or _uncaught(result) else 0)
+        changed = changes(earlier, result)
+        for change in changed:
+            where = f"{change.scenario}{f' at {change.budget}' if change.budget else ''}"
+            print(f"{where}: {change.before} before, {change.after} now", file=sys.stderr)
+        raise typer.Exit(1 if any(change.worse for change in changed) else 0)
 
 
 def _register_faults(app: typer.Typer) -> None:
