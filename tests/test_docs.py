@@ -297,6 +297,13 @@ def test_files_and_modules_exist(page: Path) -> None:
     assert [module for module in modules if importlib.util.find_spec(module) is None] == []
 
 
+def test_environment_variables_exist() -> None:
+    source = "".join(path.read_text("utf-8") for path in (ROOT / "workbench").rglob("*.py"))
+    said = {name for page in ALL for name in re.findall(r"\bWORKBENCH_[A-Z_]+", page.read_text("utf-8"))}
+    assert said
+    assert [name for name in sorted(said) if f'"{name}"' not in source] == []
+
+
 def test_developers_names_every_room() -> None:
     rooms, _, _ = (ROOT / "DEVELOPERS.md").read_text("utf-8").partition("## Beside it")
     named = {name.rstrip("/") for row in re.findall(r"^\| (`.+?`) \|", rooms, re.MULTILINE) for name in row.split("`")}
