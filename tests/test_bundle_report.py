@@ -17,11 +17,13 @@ from typer.testing import CliRunner
 
 from tests.hostile.corpus import FOLDER, RUN, SCRIPTS, edited, inert, members_of, raws, sealed, zip_of
 from tests.runs import make_run, small_run, write_run
+from tests.test_parity import finding, session
 from workbench.bundle import Bundle, create, opened
 from workbench.cli import app
 from workbench.conditions import check
 from workbench.diff import Diff, compare_files
 from workbench.errors import WorkbenchError
+from workbench.parity import PARITY_FILE, Cell, encode
 from workbench.review import review
 from workbench.run import recording_folder, recording_names
 from workbench.views.browser import chromium_command, find_chromium
@@ -163,6 +165,32 @@ def test_markdown_has_the_tables_of_the_pull_requests(good: bytes, tmp_path: Pat
     assert "1/2 \\(50%\\) calls with equal bits" in text
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in tables}) == 1
+
+
+def test_parity_sessions_and_lint_findings_are_shown_and_compared(tmp_path: Path) -> None:
+    cells = [Cell(scenario="oversize", budget=128, status="mismatch", calls=1, items=1, ratio=3.5)]
+    equal = Cell(scenario="oversize", budget=128, status="equal", calls=1, items=1, bit_equal=1, ratio=0.0)
+    for name, parity in (("a", session([equal])), ("b", session(cells, [finding("padding")]))):
+        folder = small_run(tmp_path / name, repeats=10)
+        (folder / PARITY_FILE).write_bytes(encode(parity))
+        (tmp_path / f"only-{name}").mkdir()
+        (tmp_path / f"only-{name}" / PARITY_FILE).write_bytes(encode(parity))
+    lint = {"findings": [{"rule": "oversized-buffer", "severity": "warning", "message": "600 times too large"}]}
+    (tmp_path / "b" / "lint.json").write_text(json.dumps(lint))
+    (tmp_path / "a" / "lint.json").write_text('{"findings": []}')
+    for prefix in ("", "only-"):
+        create([tmp_path / f"{prefix}a"], tmp_path / "a.wbz")
+        create([tmp_path / f"{prefix}b"], tmp_path / "b.wbz")
+        text = " ".join(inspect(report_of(tmp_path / "b.wbz")).text)
+        assert "mismatch, padding: seen" in text
+        assert ("600 times too large" in text) == (not prefix)
+        diff = compare_files(tmp_path / "a.wbz", tmp_path / "b.wbz")
+        told = ["padding: seen", "oversize at budget 128: equal → mismatch"]
+        assert diff.pairs[0].parity[-1].new_findings == told
+        assert "parity, new finding: padding: seen" in " ".join(inspect(diff_html(diff)).text)
+        assert check(diff, ["parity.new_findings > 1"])[0].hit
+        notes = " ".join(diff.pairs[0].notes)
+        assert ("lint finding, new: warning: oversized-buffer" in notes) == (not prefix)
 
 
 @pytest.mark.skipif(not recording_names(), reason="no recording is shipped")

@@ -23,6 +23,8 @@ from workbench.errors import WorkbenchError
 from workbench.evidence import Change, Question, Verdict, drift, judge
 from workbench.ingest import External, Measure
 from workbench.kernels import family, short_name
+from workbench.parity import Change as CellChange
+from workbench.parity import changes as parity_changes
 from workbench.run import ARMS, Arm, Environment, Record, Run
 from workbench.stats import Statistic, Summary, summary
 
@@ -671,6 +673,11 @@ def _compare_parity_sessions(draft: _Draft) -> None:
             draft.notes.append("a parity session is on one side only")
         return
     told = [{f"{finding.suspect}: {finding.message}" for finding in side.findings} for side in (base, head)]
+    try:
+        moved = [(_cell_change(change), change.worse) for change in parity_changes(base, head)]
+    except WorkbenchError as error:
+        moved = []
+        draft.doubts.append(f"the parity sessions are not of the same thing: {error}")
     worst = [
         max((item.graph.relative_rms for item in side.items if item.graph.relative_rms is not None), default=None)
         for side in (base, head)
@@ -684,10 +691,15 @@ def _compare_parity_sessions(draft: _Draft) -> None:
             head_total=len(head.items),
             base_worst=worst[0],
             head_worst=worst[1],
-            new_findings=sorted(told[1] - told[0]),
-            gone_findings=sorted(told[0] - told[1]),
+            new_findings=sorted(told[1] - told[0]) + [text for text, worse in moved if worse],
+            gone_findings=sorted(told[0] - told[1]) + [text for text, worse in moved if not worse],
         )
     )
+
+
+def _cell_change(change: CellChange) -> str:
+    budget = "" if change.budget is None else f" at budget {change.budget}"
+    return f"{change.scenario}{budget}: {change.before} → {change.after}"
 
 
 def _compare_findings(draft: _Draft) -> None:

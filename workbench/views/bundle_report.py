@@ -5,6 +5,7 @@ offline, prints, and text from a bundle stays text.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -13,6 +14,7 @@ from workbench.conditions import Answer
 from workbench.diff import Diff, Metric, PairDiff, TimingDiff
 from workbench.ingest import External
 from workbench.kernels import family, short_name
+from workbench.parity import verdict as parity_verdict
 from workbench.review import ArmTiming, Review, review
 from workbench.run import Environment, Run
 from workbench.views.markup import Markup, element, join, page, table
@@ -287,6 +289,8 @@ def _entry(content: Content) -> Markup:
     if content.note:
         parts += [element("h3", "Note"), element("pre", content.note)]
     for name, document in content.findings.items():
+        if name == "lint.json":
+            parts.append(_lint(document))
         text = msgspec.json.format(msgspec.json.encode(document), indent=1).decode()
         cut = text[:_LONGEST_DOCUMENT] + ("\n…" if len(text) > _LONGEST_DOCUMENT else "")
         parts.append(_more(name, element("pre", cut)))
@@ -436,7 +440,23 @@ def _parity_session(content: Content) -> Markup | None:
     ]  # fmt: skip
     findings = [f"{finding.severity}, {finding.suspect}: {finding.message}" for finding in parity.findings]
     head = ("scenario", "budget", "status", "equal bits", "worst / limit", "reason")
-    return join([element("h3", "Parity session"), _list("Findings", findings), table(head, cells, text_columns=3)])
+    bad = "bad" if parity.mismatched else ""
+    first = element("p", parity_verdict(parity), class_=f"verdict {bad}")
+    return join(
+        [element("h3", "Parity session"), first, _list("Findings", findings), table(head, cells, text_columns=3)]
+    )
+
+
+def _lint(document: Any) -> Markup | None:
+    """Lint findings as a table; whatever has another shape stays in the raw document below."""
+    findings = document.get("findings") if isinstance(document, dict) else None
+    keys = ("severity", "rule", "budget", "message", "remedy")
+    rows = [
+        [str(row.get(key, ""))[:500] for key in keys]
+        for row in (findings if isinstance(findings, list) else [])[:200]
+        if isinstance(row, dict)
+    ]
+    return join([element("h3", "Lint findings"), table(keys, rows, text_columns=len(keys))]) if rows else None
 
 
 def _external(external: External) -> Markup:
