@@ -40,6 +40,7 @@ FEWEST_SAMPLES = 4  # fewer cannot reach the level
 _MAIN_SHARE = 0.8  # of the level, where there are both main questions and details
 _DRIFT_LEVEL = 0.01
 _MOST_DEPENDENCE = 2.0
+_TYPICAL: tuple[Statistic, Statistic] = ("mean", "median")
 _DRAWS = 9_999
 _ENOUGH = 30
 _INTERVAL_DRAWS = 1_000
@@ -153,8 +154,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def judge(questions: Sequence[Question], *, draws: int = _INTERVAL_DRAWS) -> list[list[Change]]:
     """Compare mean, median and P99 of every question.
 
-    The mean and the median share the test of the typical value. All tests are adjusted together.
-    `draws` are those of the intervals; no verdict depends on them.
+    The mean and the median share the test of the typical value. Tests are adjusted as `Question.main`
+    says. `draws` are those of the intervals; no verdict depends on them.
 
     Raises:
         WorkbenchError: a side without samples, or with one that is not finite.
@@ -193,35 +194,39 @@ def _dependence_of(question: Question) -> float:
     return 1.0 if question.independent else max(dependence(question.base), dependence(question.head))
 
 
+@dataclass(frozen=True)
+class _Sides:
+    """A question with what its verdicts need: summaries, dependence, drift."""
+
+    question: Question
+    base: Summary
+    head: Summary
+    dependent: float
+    wander: float
+    draws: int
+
+
 def _changes(question: Question, typical: float | None, tail: float | None, draws: int) -> list[Change]:
-    base, head = summary(question.base), summary(question.head)
-    few = f"fewer than {FEWEST_SAMPLES} samples a side cannot show a change"
     wander = 0.0 if question.independent else max(abs(drift(question.base)), abs(drift(question.head)))
-    dependent = _dependence_of(question)
+    base, head = summary(question.base), summary(question.head)
+    sides = _Sides(question, base, head, _dependence_of(question), wander, draws)
+    few = f"fewer than {FEWEST_SAMPLES} samples a side cannot show a change"
     rare = f"a P99 needs {FEWEST_FOR_P99} samples a side; there are {base.n} and {head.n}"
     if min(base.n, head.n) >= FEWEST_FOR_P99:
-        rare = f"the samples depend on each other (about {dependent:.0f} count as one), so their P99 is not tested"
-    mean = _change(question, "mean", base, head, typical, few, draws, wander, dependent)
-    median = _change(question, "median", base, head, typical, few, draws, wander, dependent)
+        rare = (
+            f"the samples depend on each other (about {sides.dependent:.0f} count as one), so their P99 is not tested"
+        )
+    mean, median = (_change(sides, statistic, typical, few) for statistic in _TYPICAL)
     if {mean.verdict, median.verdict} == set(question.words):
         reason = "mean and median moved in opposite directions: the shape of the distribution changed"
         mean, median = _unjudged(mean, reason), _unjudged(median, reason)
-    return [mean, median, _change(question, "p99", base, head, tail, rare, draws, wander, dependent)]
+    return [mean, median, _change(sides, "p99", tail, rare)]
 
 
-def _change(
-    question: Question,
-    statistic: Statistic,
-    base: Summary,
-    head: Summary,
-    p_value: float | None,
-    too_few: str,
-    draws: int,
-    wander: float,
-    dependent: float,
-) -> Change:
-    left, right = float(getattr(base, statistic)), float(getattr(head, statistic))
-    known = ratio(question.head, question.base, statistic, draws=draws) if left > 0 else None
+def _change(sides: _Sides, statistic: Statistic, p_value: float | None, too_few: str) -> Change:
+    left, right = float(getattr(sides.base, statistic)), float(getattr(sides.head, statistic))
+    question = sides.question
+    known = ratio(question.head, question.base, statistic, draws=sides.draws) if left > 0 else None
     verdict: Verdict = "no evidence"
     reason = ""
     if p_value is None:
@@ -230,8 +235,8 @@ def _change(
         verdict, reason = "not judged", "the base is 0"
     elif p_value < LEVEL and abs(known.value - 1) < SMALLEST_CHANGE:
         reason = f"differs by less than {SMALLEST_CHANGE:.0%}, the smallest change that is judged"
-    elif p_value < LEVEL and abs(known.value - 1) < wander:
-        reason = f"one side drifts by {wander:.1%} within its run, so a change of this size is not told from that"
+    elif p_value < LEVEL and abs(known.value - 1) < sides.wander:
+        reason = f"one side drifts by {sides.wander:.1%} within its run, so a change of this size is not told from that"
     elif p_value < LEVEL:
         verdict = question.words[0 if known.value < 1 else 1]
     return Change(
@@ -239,8 +244,8 @@ def _change(
         base=left,
         head=right,
         ratio=known.value if known else None,
-        low=_widened(known.value, known.low, dependent) if known and known.resampled else None,
-        high=_widened(known.value, known.high, dependent) if known and known.resampled else None,
+        low=_widened(known.value, known.low, sides.dependent) if known and known.resampled else None,
+        high=_widened(known.value, known.high, sides.dependent) if known and known.resampled else None,
         p_value=p_value,
         verdict=verdict,
         reason=reason,
