@@ -32,6 +32,7 @@ from workbench.encoder.parity.scenarios import SCENARIOS, NotTestedError, Scenar
 from workbench.encoder.session import Grid, SessionOptions
 from workbench.environment import environment
 from workbench.errors import WorkbenchError
+from workbench.models import model_facts
 from workbench.parity import (
     SCHEMA_VERSION,
     Bisection,
@@ -317,14 +318,16 @@ def run_campaign(
     """Plant every fault in a small encoder of each model, and run random workloads on its unchanged code.
 
     Args:
-        depth: blocks; None is 4 on CUDA, where nothing else is reduced, and 2 on the CPU.
+        depth: blocks; None is 4 on CUDA, where nothing else is reduced, and 2 on the CPU, of one head.
     """
     results: list[FaultResult] = []
     runs: dict[str, CleanRuns] = {}
     replay: Replay = "static_replay"
     for model in models:
         options, _ = lab_options(model, device)
-        options = replace(options, depth=depth or options.depth or 4, attention_backend=backend)
+        facts = model_facts(model)
+        width = None if options.width is None else facts.width // facts.heads
+        options = replace(options, depth=depth or options.depth or 4, width=width, attention_backend=backend)
         with open_lab(options, Configuration(FAULT_BUDGETS, 4), seed=seed) as lab:
             replay = lab.session.replay
             results += campaign(lab, progress)
