@@ -145,9 +145,7 @@ def make_run(
             )
             for call in range(calls)
         ],
-        "batches": [
-            Batch(call=call, items=[0], tokens=tokens[call], budget=fitting[call]) for call in range(calls)
-        ],
+        "batches": [Batch(call=call, items=[0], tokens=tokens[call], budget=fitting[call]) for call in range(calls)],
         "capture": [
             CaptureCost(budget=budget, seconds=0.08, pool_bytes=1 << 22, allocated_bytes=1 << 20, nodes=674)
             for budget in budgets
@@ -212,9 +210,7 @@ def kineto_events(
     def add(cat: str, name: str, ts: float, dur: float, gpu: bool, **args: Any) -> None:
         place = {"pid": 0, "tid": 7} if gpu else {"pid": 77, "tid": 77}
         stamp = round(BASE_NS / 1000 + ts, 3)
-        events.append(
-            {"ph": "X", "cat": cat, "name": name, **place, "ts": stamp, "dur": round(dur, 3), "args": args}
-        )
+        events.append({"ph": "X", "cat": cat, "name": name, **place, "ts": stamp, "dur": round(dur, 3), "args": args})
 
     clock, correlation = 10.0, 100
     for _ in range(repeats):
@@ -303,9 +299,7 @@ def small_run(
     for arm, graph, syncs in (("graph", True, 0), ("eager_served", False, eager_syncs)):
         file, window = f"traces/{arm}.json.gz", f"encoder.{arm}"
         kernels = graph_kernels if graph else [*KERNELS, *graph_kernels]
-        files[file] = kineto_trace(
-            kineto_events(kernels, window=window, calls=calls, graph=graph, syncs=syncs)
-        )
+        files[file] = kineto_trace(kineto_events(kernels, window=window, calls=calls, graph=graph, syncs=syncs))
         records.append(
             TraceFile(
                 file=file,

@@ -19,13 +19,14 @@ import workbench
 from workbench.alignment import align
 from workbench.bundle import Content, Entry, opened
 from workbench.decision import BenchmarkDelta, benchmark_delta
+from workbench.doubts import differences, environment_doubts, run_doubts
 from workbench.errors import WorkbenchError
 from workbench.evidence import Change, Question, Verdict, drift, judge
 from workbench.ingest import External, Measure
 from workbench.kernels import family, short_name
 from workbench.parity import Change as CellChange
 from workbench.parity import changes as parity_changes
-from workbench.run import ARMS, Arm, Environment, Record, Run
+from workbench.run import ARMS, Arm, Record, Run
 from workbench.stats import Statistic, Summary, summary
 
 SCHEMA_VERSION = 1
@@ -33,8 +34,6 @@ Clock = Literal["wall", "gpu"]
 Unit = Literal["us", "bytes", "s", "count", "share", "per_second"]
 Better = Literal["lower", "higher", "neither"]
 
-CLOCK_TOLERANCE = 0.05  # share of a clock or power limit that may differ
-HEAT_TOLERANCE = 10  # degrees Celsius
 KERNEL_TOLERANCE = 0.05  # share by which a kernel's time per call may differ
 KERNEL_FLOOR_US = 1.0
 NOTABLE_DRIFT = 0.02  # of a run's second half against its first
@@ -293,8 +292,8 @@ def _draft(base: Content, head: Content) -> _Draft:
 
 
 def _compare_runs(draft: _Draft, base: Run, head: Run) -> None:
-    draft.doubts += _environment_doubts(base.environment, head.environment) + _run_doubts(base, head)
-    draft.differences += _differences(base, head)
+    draft.doubts += environment_doubts(base.environment, head.environment) + run_doubts(base, head)
+    draft.differences += differences(base, head)
     _compare_timings(draft, base, head)
     draft.metrics += _run_metrics(base, head)
     _compare_traces(draft, base, head)
@@ -720,82 +719,6 @@ def _lint_findings(document: Any) -> set[str] | None:
         return None
     rows = [row for row in findings if isinstance(row, dict)]
     return {": ".join(str(row[key])[:300] for key in ("severity", "rule", "message") if key in row) for row in rows}
-
-
-# --- what makes it doubtful ------------------------------------------------------------------------
-
-
-def _environment_doubts(base: Environment, head: Environment) -> list[str]:
-    doubts = [
-        f"another {title}: {left} and {right}"
-        for title, left, right in (
-            ("CPU", base.cpu, head.cpu),
-            ("number of CPUs", base.cpu_count, head.cpu_count),
-            ("vLLM", base.vllm, head.vllm),
-            ("vLLM commit", base.vllm_commit, head.vllm_commit),
-            ("torch", base.torch, head.torch),
-            ("CUDA runtime", base.cuda_runtime, head.cuda_runtime),
-            ("Python", base.python, head.python),
-            ("number of GPUs", len(base.gpus), len(head.gpus)),
-        )
-        if left != right
-    ]
-    changed = [
-        f"{name} {base.packages.get(name, 'absent')} → {head.packages.get(name, 'absent')}"
-        for name in sorted(base.packages.keys() | head.packages.keys())
-        if base.packages.get(name) != head.packages.get(name)
-    ]
-    if changed:
-        doubts.append(f"other packages: {', '.join(changed[:12])}" + (" and more" if len(changed) > 12 else ""))
-    for left, right in zip(base.gpus, head.gpus, strict=False):
-        doubts += _gpu_doubts(left, right)
-    return doubts
-
-
-def _gpu_doubts(base: Any, head: Any) -> list[str]:
-    doubts = []
-    for field, title in (("name", "GPU"), ("driver", "driver"), ("cuda_driver", "CUDA driver")):
-        left, right = getattr(base, field), getattr(head, field)
-        if left != right:
-            doubts.append(f"another {title}: {left} and {right}")
-    for field, title, unit in (
-        ("sm_clock_mhz", "SM clock", "MHz"),
-        ("memory_clock_mhz", "memory clock", "MHz"),
-        ("max_sm_clock_mhz", "largest SM clock", "MHz"),
-        ("power_limit_w", "power limit", "W"),
-    ):
-        left, right = getattr(base, field), getattr(head, field)
-        if left and right and abs(right / left - 1) > CLOCK_TOLERANCE:
-            doubts.append(f"another {title}: {left} and {right} {unit}")
-    left, right = base.temperature_c, head.temperature_c
-    if left is not None and right is not None and abs(left - right) > HEAT_TOLERANCE:
-        doubts.append(f"another temperature: {left} and {right} °C")
-    for side, gpu in (("base", base), ("head", head)):
-        if gpu.other_processes:
-            doubts.append(f"{side}: {gpu.other_processes} other processes were on the GPU")
-    return doubts
-
-
-def _run_doubts(base: Run, head: Run) -> list[str]:
-    doubts = []
-    if base.model.weights_fingerprint != head.model.weights_fingerprint:
-        doubts.append("the weights differ")
-    if base.model.attention_backend != head.model.attention_backend:
-        doubts.append(f"another attention backend: {base.model.attention_backend} and {head.model.attention_backend}")
-    if base.seed != head.seed:
-        doubts.append(f"another seed of the inputs: {base.seed} and {head.seed}")
-    if base.warmup != head.warmup:
-        doubts.append(f"another number of warm-up calls: {base.warmup} and {head.warmup}")
-    return doubts
-
-
-def _differences(base: Run, head: Run) -> list[str]:
-    """What the author changed on purpose: the configuration."""
-    return [
-        f"{field}: {left} → {right}"
-        for field in base.config.__struct_fields__
-        if (left := getattr(base.config, field)) != (right := getattr(head.config, field))
-    ]
 
 
 # --- foreign results -------------------------------------------------------------------------------

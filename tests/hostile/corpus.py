@@ -312,7 +312,8 @@ SCRIPTS = (
     "<img src=x onerror=\"document.documentElement.dataset.pwned=1\">",
     "</title></style></script><svg onload=document.documentElement.dataset.pwned=1>",
     "\"><iframe srcdoc='<script>parent.document.documentElement.dataset.pwned=1</script>'></iframe>",
-    "' onmouseover='document.documentElement.dataset.pwned=1' autofocus onfocus='document.documentElement.dataset.pwned=1",
+    "' onmouseover='document.documentElement.dataset.pwned=1' autofocus "
+    "onfocus='document.documentElement.dataset.pwned=1",
     "<a href=\"javascript:document.documentElement.dataset.pwned=1\" id=x>x</a>",
     "[x](javascript:document.documentElement.dataset.pwned=1) ![y](http://127.0.0.1:{port}/pixel.png)",
     "<img src=\"http://127.0.0.1:{port}/pixel.png\"><link rel=stylesheet href=\"http://127.0.0.1:{port}/a.css\">",

@@ -15,7 +15,7 @@ class WorkbenchErnieConfig(PretrainedConfig):  # type: ignore[misc]
     """The language model's and resampler's fields, with the vision tower's inside."""
 
     model_type = "workbench_ernie45_vl"
-    sub_configs = {"vision_config": WorkbenchErnieVisionConfig}  # noqa: RUF012  transformers reads a class attribute
+    sub_configs = {"vision_config": WorkbenchErnieVisionConfig}  # transformers reads a class attribute
 
     def __init__(self, vision_config: dict[str, Any] | None = None, **kwargs: Any) -> None:
         self.vision_config = WorkbenchErnieVisionConfig(**(vision_config or {}))

@@ -18,7 +18,7 @@ MERGE = 2
 class WorkbenchErnieImages:
     """Pixel limits and normalisation of ERNIE-4.5-VL's image processor."""
 
-    size = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 6177}  # noqa: RUF012  read as an attribute by vLLM
+    size = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 6177}  # read as an attribute by vLLM
     image_mean = (0.48145466, 0.4578275, 0.40821073)
     image_std = (0.26862954, 0.26130258, 0.27577711)
     rescale_factor = 1 / 255
@@ -40,7 +40,7 @@ class WorkbenchErnieImages:
 class WorkbenchErnieProcessor(ProcessorMixin):  # type: ignore[misc]
     """Tokenizer and image processor under the names vLLM asks for."""
 
-    attributes = ["tokenizer"]  # noqa: RUF012  transformers reads a class attribute
+    attributes = ["tokenizer"]  # transformers reads a class attribute
     tokenizer_class = "AutoTokenizer"
     spatial_conv_size = MERGE
     temporal_conv_size = 2

@@ -1,0 +1,81 @@
+"""What makes a comparison of two runs doubtful, and what was changed on purpose, in sentences."""
+
+from workbench.run import Environment, GpuState, Run
+
+CLOCK_TOLERANCE = 0.05  # share of a clock or power limit that may differ
+HEAT_TOLERANCE = 10  # degrees Celsius
+
+
+def environment_doubts(base: Environment, head: Environment) -> list[str]:
+    """Differences of machine and software: hardware, versions, clocks, power, heat, neighbours."""
+    doubts = [
+        f"another {title}: {left} and {right}"
+        for title, left, right in (
+            ("CPU", base.cpu, head.cpu),
+            ("number of CPUs", base.cpu_count, head.cpu_count),
+            ("vLLM", base.vllm, head.vllm),
+            ("vLLM commit", base.vllm_commit, head.vllm_commit),
+            ("torch", base.torch, head.torch),
+            ("CUDA runtime", base.cuda_runtime, head.cuda_runtime),
+            ("Python", base.python, head.python),
+            ("number of GPUs", len(base.gpus), len(head.gpus)),
+        )
+        if left != right
+    ]
+    changed = [
+        f"{name} {base.packages.get(name, 'absent')} → {head.packages.get(name, 'absent')}"
+        for name in sorted(base.packages.keys() | head.packages.keys())
+        if base.packages.get(name) != head.packages.get(name)
+    ]
+    if changed:
+        doubts.append(f"other packages: {', '.join(changed[:12])}" + (" and more" if len(changed) > 12 else ""))
+    for left, right in zip(base.gpus, head.gpus, strict=False):
+        doubts += _gpu_doubts(left, right)
+    return doubts
+
+
+def _gpu_doubts(base: GpuState, head: GpuState) -> list[str]:
+    doubts = []
+    for field, title in (("name", "GPU"), ("driver", "driver"), ("cuda_driver", "CUDA driver")):
+        left, right = getattr(base, field), getattr(head, field)
+        if left != right:
+            doubts.append(f"another {title}: {left} and {right}")
+    for field, title, unit in (
+        ("sm_clock_mhz", "SM clock", "MHz"),
+        ("memory_clock_mhz", "memory clock", "MHz"),
+        ("max_sm_clock_mhz", "largest SM clock", "MHz"),
+        ("power_limit_w", "power limit", "W"),
+    ):
+        left, right = getattr(base, field), getattr(head, field)
+        if left and right and abs(right / left - 1) > CLOCK_TOLERANCE:
+            doubts.append(f"another {title}: {left} and {right} {unit}")
+    left, right = base.temperature_c, head.temperature_c
+    if left is not None and right is not None and abs(left - right) > HEAT_TOLERANCE:
+        doubts.append(f"another temperature: {left} and {right} °C")
+    for side, gpu in (("base", base), ("head", head)):
+        if gpu.other_processes:
+            doubts.append(f"{side}: {gpu.other_processes} other processes were on the GPU")
+    return doubts
+
+
+def run_doubts(base: Run, head: Run) -> list[str]:
+    """Differences of what ran: weights, attention backend, inputs, warm-up."""
+    doubts = []
+    if base.model.weights_fingerprint != head.model.weights_fingerprint:
+        doubts.append("the weights differ")
+    if base.model.attention_backend != head.model.attention_backend:
+        doubts.append(f"another attention backend: {base.model.attention_backend} and {head.model.attention_backend}")
+    if base.seed != head.seed:
+        doubts.append(f"another seed of the inputs: {base.seed} and {head.seed}")
+    if base.warmup != head.warmup:
+        doubts.append(f"another number of warm-up calls: {base.warmup} and {head.warmup}")
+    return doubts
+
+
+def differences(base: Run, head: Run) -> list[str]:
+    """What the author changed on purpose: the configuration."""
+    return [
+        f"{field}: {left} → {right}"
+        for field in base.config.__struct_fields__
+        if (left := getattr(base.config, field)) != (right := getattr(head.config, field))
+    ]
