@@ -165,7 +165,7 @@ class Advice:
     def above_bound(self) -> float:
         """How far the answer is above the bound, relative to it; the best possible one lies between."""
         assert self.answer.objective_us is not None
-        return self.answer.objective_us / self.bound_us - 1
+        return max(0.0, self.answer.objective_us / self.bound_us - 1)
 
     @property
     def compilation_config(self) -> str:

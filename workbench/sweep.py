@@ -137,7 +137,6 @@ def workloads_table(workloads: Sequence[Workload]) -> pd.DataFrame:
                 "tokens an item, median": told.tokens["median"],
                 "tokens an item, most": told.tokens["max"],
                 "tokens a call, P99": told.tokens_per_group["p99"],
-                "source": told.source,
             }
         )
     return _table(rows)
@@ -237,7 +236,6 @@ def summary(tried: Sequence[Outcome | Candidate]) -> pd.DataFrame:
         rows.append(
             {
                 "configuration": candidate.name,
-                "budgets": ", ".join(map(str, candidate.budgets)),
                 "max items": candidate.max_items,
                 "graphs": len(candidate.budgets),
                 "mean ms": None if timed is None else timed.mean_us / 1e3,
@@ -246,10 +244,43 @@ def summary(tried: Sequence[Outcome | Candidate]) -> pd.DataFrame:
                 "waste": candidate.waste,
                 "memory MiB": None if memory is None else memory / MIB,
                 "capture s": candidate.capture_seconds,
+                "budgets": ", ".join(map(str, candidate.budgets)),
                 "refused": candidate.refused or "",
             }
         )
     return _table(rows)
+
+
+def named(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """One table of several, with the name of each in front."""
+    return pd.concat([table.assign(configuration=name) for name, table in tables.items()], ignore_index=True)[
+        ["configuration", *next(iter(tables.values())).columns]
+    ]
+
+
+def beside(tables: Mapping[str, pd.DataFrame], index: Sequence[str], column: str) -> pd.DataFrame:
+    """One column of several tables side by side, where any of them is not zero."""
+    keys = list(index)
+    joined = pd.concat({name: table.set_index(keys)[column] for name, table in tables.items()}, axis=1)
+    return joined[(joined != 0).any(axis=1)].reset_index()
+
+
+def eager_faster(advices: Sequence[Advice]) -> pd.DataFrame:
+    """Items that eager as served encodes faster than their graph."""
+    return _table(
+        [
+            {
+                "workload": advice.workload,
+                "tokens": item.tokens,
+                "items": item.items,
+                "budget": item.budget,
+                "graph ms": item.graph_us / 1e3,
+                "eager as served ms": item.eager_us / 1e3,
+            }
+            for advice in advices
+            for item in advice.eager_faster
+        ]
+    )
 
 
 def fallback_share(tried: Sequence[Outcome]) -> pd.DataFrame:

@@ -8,7 +8,7 @@ from plotly.subplots import make_subplots
 
 from workbench.views.theme import BLACK, BLUE, COLORWAY, GREEN, GRID, MUTED, ORANGE, VERMILION
 
-_BELOW = {"orientation": "h", "x": 0, "y": -0.3, "yanchor": "top"}
+_BELOW = {"orientation": "h", "x": 0, "y": -0.42, "yanchor": "top"}  # clear of the axis title
 
 
 def colors(names: list[str]) -> dict[str, str]:
@@ -16,6 +16,27 @@ def colors(names: list[str]) -> dict[str, str]:
     others = [color for color in COLORWAY if color != GREEN]
     plain = [name for name in names if name != "advised"]
     return {name: others[i % len(others)] for i, name in enumerate(plain)} | {"advised": GREEN}
+
+
+def items(table: pd.DataFrame) -> go.Figure:
+    """Share of the items by their tokens, one panel per workload; `table` from `sweep.items`."""
+    groups = list(table.groupby("workload", sort=False))
+    figure = make_subplots(
+        rows=1, cols=len(groups), subplot_titles=[str(name) for name, _ in groups], shared_yaxes=True
+    )
+    for column, (_, group) in enumerate(groups, start=1):
+        figure.add_bar(
+            x=[f"{tokens:,}" for tokens in group["tokens"]],
+            y=group["share"],
+            marker_color=BLUE,
+            showlegend=False,
+            row=1,
+            col=column,
+        )
+    figure.update_layout(title="Items of the workloads", height=300)
+    figure.update_xaxes(type="category", title="tokens of an item")
+    figure.update_yaxes(title="share of items", tickformat=".0%", col=1)
+    return figure
 
 
 def padding(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
@@ -70,8 +91,6 @@ def fallbacks(table: pd.DataFrame) -> go.Figure:
             orientation="h",
             name=name,
             marker_color=color,
-            text=[f"{value:.1%}" for value in table[name]],
-            textposition="auto",
         )
     figure.update_layout(
         barmode="group", title="Above the largest budget", height=120 + 60 * len(table), legend=_BELOW | {"y": -0.25}
@@ -141,6 +160,8 @@ def graphs_by_items(table: pd.DataFrame, objective: str = "mean ms") -> go.Figur
             texttemplate="%{text}",
             customdata=budgets.to_numpy(),
             hovertemplate="%{y} graphs, %{x} items: %{z:.3f} ms<br>%{customdata}<extra></extra>",
+            zmin=float(table["ms"].min()),
+            zmax=1.5 * float(table["ms"].min()),  # beyond, all choices are bad alike
             colorscale="Viridis",
             reversescale=True,
             colorbar={"title": objective},
@@ -172,7 +193,8 @@ def replay_costs(table: pd.DataFrame) -> go.Figure:
             col=column,
         )
     figure.update_layout(title="What a graph costs on the GPU", height=360, legend=_BELOW)
-    figure.update_xaxes(title="budget, tokens", type="log", dtick=0.30103)
+    powers = [2**n for n in range(4, 15)]
+    figure.update_xaxes(title="budget, tokens", type="log", tickvals=powers, ticktext=[f"{n:,}" for n in powers])
     figure.update_yaxes(rangemode="tozero")
     return figure
 
