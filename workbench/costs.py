@@ -83,12 +83,12 @@ class CallPoint(Record, frozen=True):
 
 
 class MemoryPoint(Record, frozen=True):
-    """Memory and time of one capture; `first` is the first of its pool, which holds the activations."""
+    """Memory (None without CUDA) and time of one capture; `first` of its pool, which holds the activations."""
 
     budget: int
     first: bool
     seconds: float
-    bytes: int
+    bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -393,21 +393,21 @@ class CostModel:
         Raises:
             WorkbenchError: the profile holds no memory (a run without CUDA).
         """
-        first = sorted((p for p in self.profile.captures if p.first), key=lambda point: point.budget)
-        later = sorted((p for p in self.profile.captures if not p.first), key=lambda point: point.budget)
-        if not first or not later:
+        first, later = (_captured(self.profile.captures, first=which) for which in (True, False))
+        if not first[0].size or not later[0].size:
             raise WorkbenchError("the cost profile has no capture memory; calibrate on a GPU")
         wanted = np.asarray(budgets, dtype=np.float64)
-        taken = _extended(wanted, *_captured(later))
+        taken = _extended(wanted, *later)
         if wanted.size:
             largest = int(wanted.argmax())
-            taken[largest] = _extended(wanted[largest : largest + 1], *_captured(first))[0]
+            taken[largest] = _extended(wanted[largest : largest + 1], *first)[0]
         return taken
 
 
-def _captured(points: Sequence[MemoryPoint]) -> tuple[Floats, Floats]:
-    """Budgets and bytes."""
-    return np.array([p.budget for p in points], dtype=np.float64), np.array([p.bytes for p in points], dtype=np.float64)
+def _captured(points: Sequence[MemoryPoint], *, first: bool) -> tuple[Floats, Floats]:
+    """Budgets, ascending, and bytes of the captures whose memory is known."""
+    known = sorted((p.budget, p.bytes) for p in points if p.first == first and p.bytes is not None)
+    return np.array([budget for budget, _ in known], np.float64), np.array([taken for _, taken in known], np.float64)
 
 
 def sequence_squares(arrangement: Arrangement) -> Floats:

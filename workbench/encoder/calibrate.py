@@ -129,7 +129,7 @@ def check_budgets(budgets: Sequence[int]) -> None:
 
 
 def _memory(cost: CaptureCost, *, first: bool) -> MemoryPoint:
-    return MemoryPoint(budget=cost.budget, first=first, seconds=cost.seconds, bytes=max(cost.pool_bytes or 0, 0))
+    return MemoryPoint(budget=cost.budget, first=first, seconds=cost.seconds, bytes=cost.pool_bytes)
 
 
 def image_grid(tokens: int, merge: int = 2) -> "Grid":

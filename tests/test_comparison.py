@@ -1,0 +1,106 @@
+"""Predictions beside measurements: what the check reports, and what it refuses."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.comparisons import MODEL, make_comparisons
+from tests.profiles import make_profile
+from workbench import sweep
+from workbench.budgets import Configuration
+from workbench.comparison import check, read_comparisons
+from workbench.costs import CostModel
+from workbench.errors import WorkbenchError
+from workbench.files import write_json
+
+CALLS = [[64], [300, 40], [1000, 64, 900], [4000]]
+SMALL = [[16] * 12, [64] * 20]
+WIDE = Configuration((64, 512, 2048, 4096), 4)
+NARROW = Configuration((2048,), 4)
+
+
+def test_a_perfect_model_has_no_error() -> None:
+    rows = check(MODEL, make_comparisons({"a": (CALLS, {"wide": WIDE}), "b": (SMALL, {"wide": WIDE})}))
+    assert [(row.workload, row.configuration, row.calls) for row in rows] == [("a", "wide", 4), ("b", "wide", 2)]
+    for row in rows:
+        assert row.error == pytest.approx(0, abs=1e-9)
+        assert row.call_error == pytest.approx(0, abs=1e-9)
+        assert row.predicted_p99_us == pytest.approx(row.measured_p99_us, rel=0.02)
+        assert row.failed_calls == row.fallback_calls == 0
+
+
+@pytest.mark.parametrize("off", [-0.1, 0.25])
+def test_an_error_is_seen(off: float) -> None:
+    (row,) = check(MODEL, make_comparisons({"a": (CALLS, {"wide": WIDE})}, off=off))
+    assert row.error == pytest.approx(1 / (1 + off) - 1)
+    assert row.call_error == pytest.approx(abs(1 / (1 + off) - 1))
+
+
+def test_noise_does_not_bias() -> None:
+    (row,) = check(MODEL, make_comparisons({"a": (CALLS * 30, {"wide": WIDE})}, noise=0.03))
+    assert abs(row.error) < 0.01
+    assert 0.001 < row.call_error < 0.05
+
+
+def test_failed_calls_and_fallbacks_are_counted_apart() -> None:
+    comparisons = make_comparisons({"a": (CALLS, {"narrow": NARROW, "wide": WIDE})}, fails={"wide": 0})
+    narrow, wide = check(MODEL, comparisons)
+    assert (narrow.calls, narrow.fallback_calls, narrow.failed_calls) == (4, 1, 0)
+    assert (wide.calls, wide.fallback_calls, wide.failed_calls) == (3, 0, 1)
+    replays, _ = check(MODEL, comparisons, replays_only=True)
+    assert (replays.calls, replays.fallback_calls) == (3, 0)
+
+
+def test_a_configuration_of_which_nothing_ran_has_no_row() -> None:
+    assert check(MODEL, make_comparisons({"a": ([[64]], {"wide": WIDE})}, fails={"wide": 0})) == []
+
+
+def test_another_encoder_is_refused() -> None:
+    comparisons = make_comparisons({"a": (CALLS, {"wide": WIDE})})
+    with pytest.raises(WorkbenchError, match=r"ran ernie45_vl at depth 32, the profile glm4_1v"):
+        check(CostModel(make_profile(model="glm4_1v")), comparisons)
+
+
+def test_files(tmp_path: Path) -> None:
+    path = tmp_path / "comparisons.json"
+    comparisons = make_comparisons({"a": (CALLS, {"wide": WIDE})})
+    write_json(path, comparisons)
+    assert read_comparisons(path) == comparisons
+    write_json(path, msgspec.structs.replace(comparisons, schema_version=9))
+    with pytest.raises(WorkbenchError, match="version 9"):
+        read_comparisons(path)
+    path.write_text("[]")
+    with pytest.raises(WorkbenchError, match="not what this command reads"):
+        read_comparisons(path)
+
+
+def test_the_validation_table_has_eager_bound_and_bill() -> None:
+    workloads = {"a": (CALLS, {"auto": Configuration(), "advised": WIDE})}
+    table = sweep.validation(MODEL, make_comparisons(workloads)).set_index("configuration")
+    assert list(table.index) == ["eager as served", "auto", "advised"]
+    assert table.loc["auto", "graphs"] == 8
+    assert table.loc["advised", "capture s"] == pytest.approx(0.4)
+    assert table.loc["advised", "memory MiB"] == 4
+    assert (table["bound ms"] <= table["measured mean ms"]).all()
+    assert table.loc["auto", "error"] == pytest.approx(0, abs=1e-6)
+    assert table.loc["eager as served", "measured mean ms"] == pytest.approx(24 + 12 * 6368 / 4000)
+
+
+def test_what_is_won_is_a_share_of_the_room_above_the_bound() -> None:
+    workloads = {"a": (CALLS, {"auto": Configuration(), "poor": Configuration((4096,), 4), "advised": WIDE})}
+    table = sweep.validation(MODEL, make_comparisons(workloads))
+    (row,) = sweep.won(table).to_dict("records")
+    times = table.set_index("configuration")["measured mean ms"]
+    assert row["best other"] == "auto"
+    room = times["auto"] - table["bound ms"].iloc[0]
+    assert row["won"] == pytest.approx((times["auto"] - times["advised"]) / room, rel=1e-4)
+
+
+def test_a_failed_configuration_has_no_mean_and_is_no_rival() -> None:
+    workloads = {"a": (CALLS, {"auto": Configuration(), "failing": WIDE, "advised": WIDE})}
+    table = sweep.validation(MODEL, make_comparisons(workloads, fails={"failing": 1}))
+    failing = table.set_index("configuration").loc["failing"]
+    assert failing["failed calls"] == 1
+    assert failing["measured mean ms"] != failing["measured mean ms"]
+    assert sweep.won(table)["best other"].tolist() == ["auto"]

@@ -1,0 +1,204 @@
+"""Tables and figures of notebook 02: right numbers, and figures that draw exactly their tables."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import pytest
+
+from tests.comparisons import make_comparisons
+from tests.profiles import make_profile
+from workbench import sweep
+from workbench.advisor import Constraints, Study, advise, open_study
+from workbench.budgets import Configuration
+from workbench.costs import CostModel
+from workbench.errors import WorkbenchError
+from workbench.files import write_json
+from workbench.models import model_facts
+from workbench.sources import load_workload
+from workbench.views import budgets as figures
+
+ERNIE = model_facts("ernie45_vl")
+MODEL = CostModel(make_profile())
+
+
+@pytest.fixture(scope="module")
+def study() -> Study:
+    return open_study(load_workload("mixed", ERNIE), MODEL)
+
+
+@pytest.fixture(scope="module")
+def auto(study: Study) -> sweep.Outcome:
+    return sweep.outcome(study, Configuration(), "vLLM auto")
+
+
+@pytest.fixture(scope="module")
+def crashing(study: Study) -> sweep.Outcome:
+    return sweep.outcome(study, Configuration((128, 2048), 4), "crashing")
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_graphs_add_up_to_the_plan(auto: sweep.Outcome) -> None:
+    table = sweep.per_budget(auto)
+    assert table["budget"].tolist() == list(auto.candidate.budgets)
+    assert table["items"].sum() == len(auto.study.arrangement.tokens)
+    assert table["tokens"].sum() == auto.study.workload.tokens.sum()
+    waste = table["padding tokens"].sum() / (table["padding tokens"].sum() + table["tokens"].sum())
+    assert waste == pytest.approx(auto.candidate.waste)
+    used = table[table["replays"] > 0]
+    np.testing.assert_allclose(used["fill"], used["tokens"] / (used["budget"] * used["replays"]), rtol=1e-5)
+    calls = [len(set(auto.plan.call[auto.plan.budget == budget].tolist())) for budget in table["budget"]]
+    np.testing.assert_allclose(table["calls"], np.array(calls) / len(auto.study.workload), rtol=1e-5)
+
+
+def test_eager_fallbacks_have_their_own_row(crashing: sweep.Outcome) -> None:
+    row = sweep.per_budget(crashing).iloc[-1]
+    assert row["graph"] == "eager"
+    assert row["replays"] == (crashing.study.workload.tokens > 2048).sum()
+    assert row["padding tokens"] == 0
+    shares = sweep.fallback_share([crashing]).iloc[0]
+    tokens = crashing.study.workload.tokens
+    assert shares["items"] == pytest.approx((tokens > 2048).mean(), rel=1e-5)
+    assert shares["tokens"] == pytest.approx(tokens[tokens > 2048].sum() / tokens.sum(), rel=1e-5)
+    assert not shares["served"]
+
+
+def test_a_configuration_that_cannot_serve_is_shown_without_times(auto: sweep.Outcome, crashing: sweep.Outcome) -> None:
+    assert set(sweep.latency([auto, crashing])["configuration"]) == {"vLLM auto"}
+    assert sweep.latency([crashing]).empty
+    row = sweep.summary([crashing]).iloc[0]
+    assert "D1" in row["refused"]
+    assert pd.isna(row["mean ms"])
+
+
+def test_histograms_hold_every_replay_and_call(auto: sweep.Outcome) -> None:
+    fill = sweep.fill_histogram(auto)
+    assert fill["replays"].sum() == (~auto.plan.fallback).sum()
+    assert fill["share"].sum() == pytest.approx(1, abs=1e-4)
+    times = sweep.latency([auto])
+    assert times["calls"].sum() == len(auto.study.workload)
+    assert auto.candidate.prediction is not None
+    middle = ((times["from ms"] + times["to ms"]) / 2 * times["share"]).sum()
+    assert middle == pytest.approx(auto.candidate.prediction.mean_us / 1e3, rel=0.03)
+
+
+def test_the_bill_adds_up(auto: sweep.Outcome) -> None:
+    table = sweep.bill(auto)
+    assert auto.candidate.capture_bytes is not None
+    assert table["memory MiB"].sum() == pytest.approx(auto.candidate.capture_bytes / 2**20, rel=1e-4)
+    assert table["seconds"].sum() == pytest.approx(auto.candidate.capture_seconds, rel=1e-4)
+    assert table["memory MiB"].idxmax() == len(table) - 1
+
+
+def test_the_map_gets_no_worse_with_more_graphs(study: Study) -> None:
+    table = sweep.graphs_by_items(study, items=(1, 4))
+    for _, group in table.groupby("max items"):
+        assert (np.diff(group.sort_values("graphs")["ms"]) <= 1e-9).all()
+    row = table.iloc[-1]
+    budgets = tuple(map(int, row["budgets"].split(", ")))
+    tried = sweep.outcome(study, Configuration(budgets, int(row["max items"])), "again")
+    assert tried.candidate.objective_us == pytest.approx(1e3 * row["ms"], rel=1e-5)
+    answer = advise(study.workload, MODEL).answer
+    assert answer.objective_us is not None
+    assert answer.objective_us <= 1e3 * table["ms"].min() * 1.0001
+
+
+def test_a_map_of_nothing_is_refused(study: Study) -> None:
+    impossible = open_study(study.workload, MODEL, constraints=Constraints(max_bytes=1))
+    with pytest.raises(WorkbenchError, match="no map"):
+        sweep.graphs_by_items(impossible, items=(1,))
+
+
+def test_the_profile_of_the_environment_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_json(tmp_path / "profile.json", make_profile())
+    monkeypatch.setenv(sweep.SOURCE_VARIABLE, str(tmp_path / "profile.json"))
+    assert sweep.measured("ernie45_vl").validation is None
+    write_json(tmp_path / sweep.VALIDATION, make_comparisons({"a": ([[64]], {"one": Configuration((64,), 1)})}))
+    assert sweep.measured("ernie45_vl").validation is not None
+    with pytest.raises(WorkbenchError, match="not glm4_1v"):
+        sweep.measured("glm4_1v")
+
+
+# Figures --------------------------------------------------------------------------------------------------------------
+
+
+def values(figure: go.Figure) -> str:
+    return json.dumps(figure.to_plotly_json(), default=lambda value: getattr(value, "tolist", lambda: str(value))())
+
+
+def test_padding_draws_the_table(auto: sweep.Outcome, crashing: sweep.Outcome) -> None:
+    tables = {one.name: sweep.per_budget(one) for one in (auto, crashing)}
+    figure = figures.padding(tables)
+    assert [list(trace.y) for trace in figure.data] == [
+        (table[column] / 1e6).tolist() for table in tables.values() for column in ("tokens", "padding tokens")
+    ]
+    assert list(figure.data[2].x)[-1] == "eager"
+
+
+def test_latency_rises_to_all_calls(auto: sweep.Outcome) -> None:
+    (trace,) = figures.latency(sweep.latency([auto])).data
+    assert (np.diff(trace.y) >= 0).all()
+    assert trace.y[-1] == pytest.approx(1, abs=1e-4)
+
+
+def test_the_heat_map_has_every_cell(study: Study) -> None:
+    table = sweep.graphs_by_items(study, items=(1, 4))
+    (trace,) = figures.graphs_by_items(table).data
+    cells = {
+        (int(y), int(x)): value
+        for y, row in zip(trace.y, trace.z, strict=True)
+        for x, value in zip(trace.x, row, strict=True)
+    }
+    for row in table.to_dict("records"):
+        assert cells[row["graphs"], row["max items"]] == row["ms"]
+
+
+@pytest.fixture(scope="module")
+def every_figure(study: Study, auto: sweep.Outcome, crashing: sweep.Outcome) -> dict[str, Callable[[], go.Figure]]:
+    calls = study.workload.calls()[:12]
+    pair = {"vLLM auto": Configuration(), "advised": Configuration((256, 1024, 4096), 4)}
+    compared = make_comparisons({"mixed": (calls, pair)}, noise=0.02)
+    two = {one.name: one for one in (auto, crashing)}
+    return {
+        "items": lambda: figures.items(sweep.items([study.workload])),
+        "padding": lambda: figures.padding({name: sweep.per_budget(one) for name, one in two.items()}),
+        "fill": lambda: figures.fill({name: sweep.fill_histogram(one) for name, one in two.items()}),
+        "fallbacks": lambda: figures.fallbacks(sweep.fallback_share(list(two.values()))),
+        "latency": lambda: figures.latency(sweep.latency(list(two.values()))),
+        "bill": lambda: figures.bill({name: sweep.bill(one) for name, one in two.items()}),
+        "replays": lambda: figures.replay_costs(sweep.replay_costs(MODEL)),
+        "configurations": lambda: figures.configurations(sweep.summary(list(two.values())), 50.0),
+        "held-out": lambda: figures.predicted_beside_measured(sweep.held_out(MODEL, compared)),
+        "validation": lambda: figures.validation(sweep.validation(MODEL, compared)),
+    }
+
+
+FIGURES = ("items", "padding", "fill", "fallbacks", "latency", "bill", "replays", "configurations", "held-out",
+           "validation")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_figures_are_plain_titled_and_the_same_twice(
+    every_figure: dict[str, Callable[[], go.Figure]], name: str
+) -> None:
+    figure = every_figure[name]()
+    assert type(figure) is go.Figure
+    assert figure.layout.title.text
+    assert figure.data
+    assert values(figure) == values(every_figure[name]())
+    assert "NaN" not in values(figure).replace('"NaN"', "")
+
+
+def test_every_figure_is_tested(every_figure: dict[str, Callable[[], go.Figure]]) -> None:
+    assert set(every_figure) == set(FIGURES)
+
+
+def test_the_advised_configuration_has_one_color() -> None:
+    shades = figures.colors(["vLLM auto", "advised", "pull request"])
+    assert shades["advised"] == figures.colors(["advised"])["advised"]
+    assert len(set(shades.values())) == 3
