@@ -32,7 +32,7 @@ bench: setup  ## measure the workbench itself: benchmarks/results.json
 	@$(BIN)/python -m benchmarks
 
 faults: setup  ## plant every known fault and see that the parity checks catch it
-	@$(BIN)/workbench faults
+	@$(BIN)/workbench faults --out docs/faults.md
 
 picture: setup  ## docs/report.png, README's picture (needs Chromium)
 	@$(BIN)/workbench report --screenshot docs/report.png

@@ -8,6 +8,7 @@ A region lies between `<!-- generated: NAME -->` and `<!-- end -->`. No number o
     notebooks   title of each notebook and the sentence that says what it is for
     measured    the recordings' timings
     benchmarks  benchmarks/results.md, which `make bench` writes
+    faults      the first part of docs/faults.md, which `make faults` writes
 """
 
 import argparse
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from workbench.models import model_facts
+from workbench.parity import DETAILS
 from workbench.run import RUN_FILE, Arm, Run, read_run
 from workbench.stats import summary
 
@@ -88,10 +90,19 @@ def benchmarks(root: Path) -> str:
     return path.read_text("utf-8") if path.is_file() else "`make bench` has not been run yet.\n"
 
 
+def faults(root: Path) -> str:
+    """Return how many planted faults each scenario sees: docs/faults.md between its heading and its long table."""
+    path = root / "docs" / "faults.md"
+    if not path.is_file():
+        return "`make faults` has not been run yet.\n"
+    return path.read_text("utf-8").split(DETAILS)[0].partition("\n")[2].strip() + "\n"
+
+
 REGIONS: dict[str, Callable[[Path], str]] = {
     "notebooks": notebooks,
     "measured": measured,
     "benchmarks": benchmarks,
+    "faults": faults,
 }
 
 

@@ -21,13 +21,13 @@ from workbench.parity import (
     Parity,
     Visibility,
     changes,
+    coverage_rows,
     encode,
-    fault_markdown,
+    fault_document,
     fault_rows,
     matrix_rows,
     read_parity,
     recorded,
-    replace_block,
     suspect_of,
     verdict,
     worst_status,
@@ -222,7 +222,9 @@ def test_fault_table_takes_recordings_where_the_live_machine_cannot_test() -> No
     assert order["ernie45_vl"] == "caught"
     assert baked["ernie45_vl"] == "GPU caught"
     assert (baked["suspect"], baked["seen in"]) == ("replay", "fills, mixed")
-    assert "1 of 1 planted faults caught" in fault_markdown(campaign, [recording])
+    document = fault_document(campaign, [recording])
+    assert "1 of 1 planted faults caught" in document
+    assert document.count("| baked |") == 1
 
 
 def test_a_missed_fault_or_a_false_alarm_fails_the_campaign() -> None:
@@ -232,16 +234,15 @@ def test_a_missed_fault_or_a_false_alarm_fails_the_campaign() -> None:
     assert not Campaign(replay="static_replay", results=[fault("a", "caught")], clean=clean).passed
 
 
-def test_replace_block_changes_only_what_lies_between_its_markers(tmp_path: Path) -> None:
-    path = tmp_path / "README.md"
-    path.write_text("before\n<!-- faults:begin -->\nold\n<!-- faults:end -->\nafter\n")
-    replace_block(path, "faults", "| new |")
-    assert path.read_text() == "before\n<!-- faults:begin -->\n| new |\n<!-- faults:end -->\nafter\n"
-    path.write_text("no markers")
-    with pytest.raises(WorkbenchError, match="faults:begin"):
-        replace_block(path, "faults", "x")
-    with pytest.raises(WorkbenchError, match="cannot read"):
-        replace_block(tmp_path / "none.md", "faults", "x")
+def test_coverage_counts_faults_per_scenario() -> None:
+    alone = msgspec.structs.replace(fault("held result", "caught"), scenarios=["retained"])
+    campaign = Campaign(
+        replay="static_replay", results=[fault("order", "caught"), alone, fault("baked", "not_tested")], clean={}
+    )
+    rows = {row["scenario"]: row for row in coverage_rows(campaign, [])}
+    assert rows["fills"]["faults it sees"] == "1 of 2"
+    assert rows["retained"]["seen by it alone"] == "held result"
+    assert rows["fills"]["seen by it alone"] == ""
 
 
 def test_shipped_recordings_are_readable() -> None:

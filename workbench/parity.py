@@ -12,11 +12,12 @@ import msgspec
 
 from workbench.decision import ProxyFlips
 from workbench.errors import WorkbenchError
-from workbench.files import read_json, write_bytes
+from workbench.files import read_json
 from workbench.run import RECORDINGS, ConfigRecord, Environment, ModelRecord, Record, Replay
 
 SCHEMA_VERSION = 1
 PARITY_FILE = "parity.json"
+MANY = 3  # scenarios that a table of faults still names one by one
 
 # Worst first. `hazard`: outputs agree, but something was seen that another input or kernel turns into a mismatch.
 Status = Literal["error", "mismatch", "hazard", "within_noise", "equal", "not_tested"]
@@ -424,31 +425,47 @@ def _gpu(parity: Parity) -> str:
     return parity.environment.gpus[0].name if parity.environment.gpus else "GPU"
 
 
-def fault_markdown(campaign: Campaign, recordings: list[Parity]) -> str:
-    """Return the table of faults as Markdown, with a sentence above it."""
-    rows = fault_rows(campaign, recordings)
+def coverage_rows(campaign: Campaign, recordings: list[Parity]) -> list[dict[str, str]]:
+    """Return one row per scenario: how many of the planted faults it sees, and which no other scenario sees."""
+    seen: dict[str, set[str]] = {}
+    titles: dict[str, str] = {}
+    recorded_results = [result for parity in recordings for result in parity.faults]
+    for result in [*campaign.results, *recorded_results]:
+        if result.status != "not_tested":
+            titles[result.fault] = result.title
+            seen.setdefault(result.fault, set()).update(result.scenarios)
+    rows = []
+    for name in sorted({name for names in seen.values() for name in names}):
+        alone = [titles[fault] for fault, names in seen.items() if names == {name}]
+        count = sum(name in names for names in seen.values())
+        rows.append(
+            {"scenario": name, "faults it sees": f"{count} of {len(seen)}", "seen by it alone": "; ".join(alone)}
+        )
+    return rows
+
+
+DETAILS = "## Every fault"
+
+
+def fault_document(campaign: Campaign, recordings: list[Parity]) -> str:
+    """Return the Markdown file of `make faults`: a sentence, the coverage by scenario, then every fault."""
+    faults = fault_rows(campaign, recordings)
+    scenarios = len(coverage_rows(campaign, recordings))
+    for row in faults:
+        names = row["seen in"].split(", ")
+        row["seen in"] = row["seen in"] if len(names) <= MANY else f"{len(names)} of {scenarios} scenarios"
+    return (
+        "# Planted faults\n\n"
+        "Made by `make faults`. Where static replay cannot show a fault, the recordings speak, with their GPU.\n\n"
+        f"{campaign_sentence(campaign)}\n\n{_markdown(coverage_rows(campaign, recordings))}\n\n"
+        f"{DETAILS}\n\n{_markdown(faults)}\n"
+    )
+
+
+def _markdown(rows: list[dict[str, str]]) -> str:
     heads = list(rows[0]) if rows else []
-    lines = [campaign_sentence(campaign), "", f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
-    lines += [f"| {' | '.join(row.values())} |" for row in rows]
-    return "\n".join(lines)
-
-
-def replace_block(path: Path, name: str, text: str) -> None:
-    """Replace what lies between `<!-- name:begin -->` and `<!-- name:end -->` in `path`.
-
-    Raises:
-        WorkbenchError: the file is missing or lacks the two markers.
-    """
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    try:
-        content = path.read_text()
-    except OSError as error:
-        raise WorkbenchError(f"cannot read {path}: {error.strerror or error}") from error
-    head, found, rest = content.partition(begin)
-    _, closed, tail = rest.partition(end)
-    if not found or not closed:
-        raise WorkbenchError(f"{path} has no lines {begin} and {end}; add them where the table belongs")
-    write_bytes(path, f"{head}{begin}\n{text}\n{end}{tail}".encode())
+    lines = [heads, ["---"] * len(heads), *(list(row.values()) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def encode(parity: Parity) -> bytes:

@@ -99,26 +99,27 @@ def _register_faults(app: typer.Typer) -> None:
         depth: Annotated[int | None, Option(help="Blocks; left out: 4 on CUDA, 2 on the CPU.")] = None,
         device: Annotated[str | None, Option(help="cuda, cuda:1 or cpu; left out: cuda if there is one.")] = None,
         attention_backend: Annotated[str | None, Option(help="vLLM's name; left out: its choice.")] = None,
-        markdown: Annotated[bool, Option("--markdown", help="Print the table as Markdown.")] = False,
-        update: Annotated[Path | None, Option(help="File whose table between the `faults` markers to replace.")] = None,
+        markdown: Annotated[bool, Option("--markdown", help="Print the tables as Markdown.")] = False,
+        out: Annotated[Path | None, Option(help="File for these tables.")] = None,
         as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
     ) -> None:
         """Plant every known fault and see that the lab names it, with no false alarm on the clean code."""
         from workbench.encoder.parity.matrix import run_campaign
-        from workbench.parity import campaign_sentence, fault_markdown, recorded, replace_block
+        from workbench.files import write_bytes
+        from workbench.parity import campaign_sentence, fault_document, recorded
         from workbench.progress import progress_bar
 
         with progress_bar() as progress:
             campaign = run_campaign(
                 model.split(","), clean=clean, depth=depth, device=device, backend=attention_backend, progress=progress
             )
-        text = fault_markdown(campaign, recorded())
-        if update is not None:
-            replace_block(update, "faults", text)
+        text = fault_document(campaign, recorded())
+        if out is not None:
+            write_bytes(out, text.encode())
         if as_json:
             print(msgspec.json.format(msgspec.json.encode(campaign)).decode())
         elif markdown:
-            print(text)
+            print(text, end="")
         else:
             _show_faults(campaign.results, _console())
             print(campaign_sentence(campaign))
