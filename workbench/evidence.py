@@ -16,7 +16,7 @@
   (clocks, memory layout, neighbours), and that is of this size.
 * Nor is a change smaller than the *drift* of a side: how far the medians of the first and the second half
   of its samples, in order of time, lie apart, if that is no accident. What the machine did to one run
-  it may have done to the other.
+  it may have done to the other, and what it did to one main question it may have done to all.
 """
 
 import math
@@ -172,10 +172,16 @@ def judge(questions: Sequence[Question], *, draws: int = _INTERVAL_DRAWS) -> lis
         share = (_MAIN_SHARE if main else 1 - _MAIN_SHARE) if both else 1.0
         for key, p in zip(tests, holm(list(tests.values())), strict=True):
             adjusted[key] = min(1.0, p / share)
+    unsteady = max((_wander(question) for question in questions if question.main), default=0.0)
     return [
-        _changes(question, adjusted.get((index, "typical")), adjusted.get((index, "tail")), draws)
+        _changes(question, adjusted.get((index, "typical")), adjusted.get((index, "tail")), unsteady, draws)
         for index, question in enumerate(questions)
     ]
+
+
+def _wander(question: Question) -> float:
+    """The larger drift of the two sides; samples of runs of their own have none."""
+    return 0.0 if question.independent else max(abs(drift(question.base)), abs(drift(question.head)))
 
 
 def _tests(question: Question) -> dict[str, float]:
@@ -206,8 +212,10 @@ class _Sides:
     draws: int
 
 
-def _changes(question: Question, typical: float | None, tail: float | None, draws: int) -> list[Change]:
-    wander = 0.0 if question.independent else max(abs(drift(question.base)), abs(drift(question.head)))
+def _changes(
+    question: Question, typical: float | None, tail: float | None, unsteady: float, draws: int
+) -> list[Change]:
+    wander = 0.0 if question.independent else max(_wander(question), unsteady)
     base, head = summary(question.base), summary(question.head)
     sides = _Sides(question, base, head, _dependence_of(question), wander, draws)
     few = f"fewer than {FEWEST_SAMPLES} samples a side cannot show a change"
@@ -236,7 +244,9 @@ def _change(sides: _Sides, statistic: Statistic, p_value: float | None, too_few:
     elif p_value < LEVEL and abs(known.value - 1) < SMALLEST_CHANGE:
         reason = f"differs by less than {SMALLEST_CHANGE:.0%}, the smallest change that is judged"
     elif p_value < LEVEL and abs(known.value - 1) < sides.wander:
-        reason = f"one side drifts by {sides.wander:.1%} within its run, so a change of this size is not told from that"
+        reason = (
+            f"the machine drifts by {sides.wander:.1%} within a run, so a change of this size is not told from that"
+        )
     elif p_value < LEVEL:
         verdict = question.words[0 if known.value < 1 else 1]
     return Change(
