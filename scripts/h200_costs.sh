@@ -29,5 +29,5 @@ step 240 calibrate --out "$out/profile.json" --check "$out/heldout.json" | tee "
 step 150 compare --profile "$out/profile.json" --out "$out/validation.json" \
     --workload pull-request --workload mixed --workload small-many \
     --config "vLLM auto=auto" --config "pull request=$published" --config advised=advised --cover --max-graphs 10 \
-    --calls 40 --repeats 4 --warmup 1 | tee "$out/validation.txt"
+    --calls 16 --repeats 6 --warmup 1 | tee "$out/validation.txt"
 du -sh "$out"

@@ -9,9 +9,9 @@ The model is additive, every term measured on its own (`workbench.encoder.calibr
   q, the sum of squared sequence lengths in patches: replay = base(budget) + slope(budget) * q. Between measured
   budgets both are interpolated linearly; outside them the model refuses.
 * `tail(tokens)` is what follows a replay eagerly (Ernie's resampler), host and GPU, interpolated in tokens.
-* `call_us`, `batch_us`, `item_us` are host costs, fitted by least squares to whole calls. They absorb overlaps of
-  host and GPU, so `batch_us` may be negative, where a replay hides the launches of the batch before; the others are
-  not.
+* `call_us`, `batch_us`, `item_us` are host costs, fitted to whole calls by least absolute deviations. They absorb
+  overlaps of host and GPU, so `batch_us` may be negative, where a replay hides the launches of what follows it; the
+  others are not.
 * An item that no budget holds runs eagerly, alone; its cost is interpolated in tokens and reported apart.
 
 The interval of a prediction is the spread of the relative residuals of the calibration calls.
@@ -32,6 +32,7 @@ from workbench.planner import FALLBACK, PATCHES_PER_TOKEN, Arrangement, Plan
 from workbench.run import ARMS, RECORDINGS, Arm, Environment, ModelRecord, Record, Replay
 
 SCHEMA_VERSION = 1
+REWEIGHTED = 60  # steps of the fit by least absolute deviations
 INTERVAL = (0.05, 0.95)  # quantiles of the calibration residuals that a prediction's interval spans
 
 # Profiles that ship with the workbench, by model; `scripts/h200_costs.sh` makes them.
@@ -421,7 +422,7 @@ def sequence_squares(arrangement: Arrangement) -> Floats:
 
 
 def fit_host(calls: list[CallPoint], replays: list[ReplayPoint], tails: list[TailPoint]) -> HostCosts:
-    """Fit the host terms to whole calls by least squares of relative errors (weights 1 / measured).
+    """Fit the host terms to whole calls by least absolute relative errors.
 
     Raises:
         WorkbenchError: fewer calls than terms, or calls that cannot tell the terms apart.
@@ -445,7 +446,7 @@ def fit_host(calls: list[CallPoint], replays: list[ReplayPoint], tails: list[Tai
             "the calibration calls cannot tell call, batch and item costs apart; calibrate with calls of several "
             "batches and item counts"
         )
-    solution = significant(_least_squares(matrix / target[:, None], (target - np.array(known)) / target, free=1))
+    solution = significant(_least_deviations(matrix / target[:, None], (target - np.array(known)) / target, free=1))
     residual = target / (matrix @ solution + np.array(known)) - 1
     low, high = np.quantile(residual, INTERVAL)
     return HostCosts(
@@ -465,12 +466,21 @@ def significant(values: npt.ArrayLike, digits: int = 9) -> Floats:
     return np.asarray(np.round(exact * scale) / scale)
 
 
-def _least_squares(matrix: Floats, target: Floats, free: int) -> Floats:
-    """Least squares whose terms but column `free` are not negative: the most negative is set to 0, and so on."""
+def _least_deviations(matrix: Floats, target: Floats, free: int) -> Floats:
+    """Least absolute deviations, by reweighted least squares; terms but column `free` are not negative.
+
+    A busy host makes single calls slower and none faster, so squares would follow the outliers. A negative term is set
+    to 0, the most negative one first.
+    """
     kept = list(range(matrix.shape[1]))
     while True:
+        weights = np.ones(len(target))
+        for _ in range(REWEIGHTED):
+            root = np.sqrt(weights)
+            found = np.linalg.lstsq(matrix[:, kept] * root[:, None], target * root, rcond=None)[0]
+            weights = 1 / np.maximum(np.abs(matrix[:, kept] @ found - target), 1e-4)
         solution = np.zeros(matrix.shape[1])
-        solution[kept] = np.linalg.lstsq(matrix[:, kept], target, rcond=None)[0]
+        solution[kept] = found
         worst = min((term for term in kept if term != free), key=lambda term: solution[term], default=free)
         if worst == free or solution[worst] >= 0:
             return solution

@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 # To open a session with, when other managers do the work.
 IDLE = Configuration((64,), 1)
-# Calibrated densely, because a replay's time is a staircase in the rows of its matrix products.
+# Calibrated densely, because a replay's time is a staircase in the rows of its matrix products: 32 tokens are 128 rows.
 # They end at the largest budget that vLLM infers by default, above ERNIE-4.5-VL's largest image, 6,177 tokens.
-BUDGETS = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 256), *range(4096, 8193, 1024))
+BUDGETS = (*range(64, 1024, 32), *range(1024, 2048, 64), *range(2048, 4096, 128), *range(4096, 8193, 1024))
 MAX_ITEMS = 16  # of the manager whose replays are timed; at most the smallest budget
-EAGER_TOKENS = (64, 256, 1024, 2048, 4096, 8192)
+EAGER_TOKENS = (64, 256, 1024, 2048, 4096)
 CALL_TOKENS = 4096  # largest budget of the random configurations whose whole calls are timed
 FIRST_CAPTURES = 4  # managers of one budget each, whose capture shows what the activations take
 
@@ -55,8 +55,8 @@ FIRST_CAPTURES = 4  # managers of one budget each, whose capture shows what the 
 class Effort:
     """How much is measured: samples per point; for the host terms, configurations, calls of each, samples per call."""
 
-    samples: int = 8
-    warmup: int = 2
+    samples: int = 5
+    warmup: int = 1
     configurations: int = 6
     calls: int = 16
     call_samples: int = 5
@@ -169,13 +169,13 @@ class _Meter:
         return points
 
     def replays(self, budget: int) -> list[ReplayPoint]:
-        """Time the graph of `budget` holding one item, and as many equal items as the manager takes."""
+        """Time the graph of `budget` holding one item, one of half its size, and as many equal ones as may be."""
         merge = self.session.facts.merge
+        most = self.session.manager.max_batch_size
         points = []
-        for count in sorted({1, self.session.manager.max_batch_size}):
-            tokens = [budget // count] * count
-            seconds = self._replay_us(budget, self.inputs(tokens))
-            points.append(ReplayPoint(budget=budget, sequences=[n * merge**2 for n in tokens], gpu_us=seconds))
+        for tokens in ([budget], [max(budget // 2, 1)], [budget // most] * most):
+            samples = self._replay_us(budget, self.inputs(tokens))
+            points.append(ReplayPoint(budget=budget, sequences=[n * merge**2 for n in tokens], gpu_us=samples))
         return points
 
     def _replay_us(self, budget: int, inputs: "EncoderInputs") -> list[float]:
@@ -208,51 +208,61 @@ class _Meter:
         return points
 
     def eager(self, budgets: Sequence[int]) -> list[EagerPoint]:
-        """Time both eager arms on single items."""
+        """Time both eager arms on single items, in turn."""
         arms: tuple[Arm, ...] = ("eager_served", "eager_fallback")
+        run: dict[str, Callable[[EncoderInputs], object]] = {
+            "eager_served": self.session.eager_served,
+            "eager_fallback": self.session.eager_fallback,
+        }
         points = []
         for tokens in [n for n in EAGER_TOKENS if n <= max(budgets)] or [max(budgets)]:
             inputs = self.inputs([tokens])
-            for arm in arms:
-                wall = self.wall(lambda arm=arm, inputs=inputs: self.session.run(arm, inputs))  # type: ignore[misc]
-                points.append(EagerPoint(arm=arm, tokens=tokens, wall_us=wall))
+            timed = _alternate(self.session, run, inputs, self.effort.samples, self.effort.warmup)
+            points += [EagerPoint(arm=arm, tokens=tokens, wall_us=timed[arm]) for arm in arms]
         return points
 
     def calls(self, budgets: Sequence[int]) -> list[CallPoint]:
-        """Time random calls under random configurations, so that call, batch and item costs can be told apart."""
-        points = []
-        for _ in range(self.effort.configurations):
-            configuration = random_configuration(self.random, budgets)
-            with self.session.alongside(configuration) as manager, self.session.using(manager, configuration):
-                self.session.capture()
-                points += [
-                    self._call(random_call(self.random, configuration.budgets[-1])) for _ in range(self.effort.calls)
-                ]
-        return points
+        """Time random calls under random configurations, so that call, batch and item costs can be told apart.
 
-    def _call(self, tokens: Sequence[int]) -> CallPoint:
-        inputs = self.inputs(tokens)
+        In rounds over all of them, so that every call's samples are spread over the whole time: a host's speed drifts.
+        """
+        with ExitStack() as stack:
+            work: list[tuple[Callable[[EncoderInputs], object], EncoderInputs, list[BatchShape]]] = []
+            for _ in range(self.effort.configurations):
+                configuration = random_configuration(self.random, budgets)
+                manager = stack.enter_context(self.session.alongside(configuration))
+                with self.session.using(manager, configuration):
+                    self.session.capture()
+                    for _ in range(self.effort.calls):
+                        inputs = self.inputs(random_call(self.random, configuration.budgets[-1]))
+                        shapes = self._shapes(inputs)  # also the warm-up
+                        work.append((_graph_arm(self.session, manager, configuration), inputs, shapes))
+            rounds = [[self._both_us(arm, inputs) for arm, inputs, _ in work] for _ in range(self.effort.call_samples)]
+        return [
+            CallPoint(batches=shapes, wall_us=[wall for wall, _ in samples], host_us=[host for _, host in samples])
+            for (_, _, shapes), samples in zip(work, zip(*rounds, strict=True), strict=True)
+        ]
+
+    def _shapes(self, inputs: "EncoderInputs") -> list[BatchShape]:
+        """Encode once and return the batches that were replayed."""
+        patches = [n * self.session.facts.merge**2 for n in inputs.tokens]
         with self.session.watch() as batches:
             self.session.graph(inputs)
-        merge = self.session.facts.merge
-        shapes = [
+        return [
             BatchShape(
                 budget=batch.budget or 0,
                 items=len(batch.items),
                 tokens=batch.tokens,
-                squares=sum((tokens[i] * merge**2) ** 2 for i in batch.items),
+                squares=sum(patches[i] ** 2 for i in batch.items),
             )
             for batch in batches
         ]
-        self.session.graph(inputs)
-        wall, host = zip(*(self._both_us(inputs) for _ in range(self.effort.call_samples)), strict=True)
-        return CallPoint(batches=shapes, wall_us=list(wall), host_us=list(host))
 
-    def _both_us(self, inputs: "EncoderInputs") -> tuple[float, float]:
+    def _both_us(self, arm: Callable[["EncoderInputs"], object], inputs: "EncoderInputs") -> tuple[float, float]:
         """Microseconds until the outputs are there, and until the call returns."""
         self.session.synchronize()
         start = time.perf_counter_ns()
-        self.session.graph(inputs)
+        arm(inputs)
         returned = time.perf_counter_ns()
         self.session.synchronize()
         return (time.perf_counter_ns() - start) / 1e3, (returned - start) / 1e3
@@ -472,25 +482,35 @@ def check_held_out(
     seed: int = 1,
     progress: Progress = silent,
 ) -> list[Comparison]:
-    """Time random configurations on the held-out workloads, one configuration at a time.
+    """Time random configurations on the held-out workloads, all configurations in turn on each call.
 
-    Each configuration ends with a budget that holds the largest item, so most calls only replay.
+    Every second one ends with the largest budget. Where vLLM fails on items above it (D1), they are left out.
     """
     random = np.random.default_rng(seed)
     budgets = [budget for budget in budgets if budget <= CALL_TOKENS] or budgets
-    comparisons = []
-    workloads = held_out_calls(seed, calls, session.facts.key)
+    named = {}
     for index in range(configurations):
         drawn = random_configuration(random, budgets)
         top = tuple(sorted({*drawn.budgets, max(budgets)})) if index % 2 else drawn.budgets
-        configuration = Configuration(top, drawn.max_items)
-        for name, grids in workloads.items():
-            fitting = _without_crashes(session, grids, top[-1])
-            if not fitting:
-                continue
-            progress(f"configuration {index} on {name}", index / configurations)
-            named = {f"random {index}": configuration}
-            comparisons.append(compare(session, named, fitting, repeats=repeats, seed=seed, workload=name, eager=False))
+        named[f"random {index}"] = Configuration(top, drawn.max_items)
+    held = min(configuration.budgets[-1] for configuration in named.values())
+    comparisons = []
+    for name, grids in held_out_calls(seed, calls, session.facts.key).items():
+        fitting = _without_crashes(session, grids, held)
+        if fitting:
+            comparisons.append(
+                compare(
+                    session,
+                    named,
+                    fitting,
+                    repeats=repeats,
+                    warmup=1,
+                    seed=seed,
+                    workload=name,
+                    eager=False,
+                    progress=progress,
+                )
+            )
     return comparisons
 
 
