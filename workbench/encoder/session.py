@@ -19,6 +19,7 @@ Three arms run the same inputs:
 """
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -182,6 +183,29 @@ class EncoderSession:
         finally:
             self.manager, self.configuration = before
 
+    @contextlib.contextmanager
+    def with_variants(self, names: Sequence[str]) -> Iterator["EncoderSession"]:
+        """Yield a session over the same weights whose model has the named variants; nothing is captured yet.
+
+        Its configuration is this session's, its graphs are released when the block ends.
+
+        Raises:
+            WorkbenchError: see `workbench.encoder.variants.attach`; vLLM refuses the configuration.
+        """
+        from workbench.encoder.variants import attach, chosen
+
+        modalities = dict.fromkeys(self.facts.graph_modalities)
+        for variant in chosen(self.facts.key, names):
+            modalities |= dict.fromkeys(variant.modalities)
+        facts = dataclasses.replace(self.facts, graph_modalities=tuple(modalities))
+        model = attach(self.model, names, self.facts.key)
+        session = EncoderSession(facts, self.options, self.device, model, self.vllm_config, self.model_record)
+        try:
+            session.configure(self.configuration)
+            yield session
+        finally:
+            session.close()
+
     def _new_manager(self, configuration: Configuration) -> Any:
         from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
@@ -243,7 +267,7 @@ class EncoderSession:
         return EncoderInputs(
             modality=modality,
             grids=tuple(grids),
-            tokens=tuple(self.facts.tokens(grid) for grid in grids),
+            tokens=tuple(self._tokens(grid, modality) for grid in grids),
             pixels=pixels.to(self.dtype).to(self.device),
             grid=torch.tensor(grids, dtype=torch.int64),
         )
@@ -266,6 +290,11 @@ class EncoderSession:
                 f"{modality} grid {t} x {h} x {w} is not one that {self.facts.title} takes; height and width are "
                 f"positive multiples of {self.facts.merge}, and an image has one frame"
             )
+
+    def _tokens(self, grid: Grid, modality: Modality) -> int:
+        """Output tokens of an item: ERNIE's resampler merges a video's frames in pairs."""
+        merges = modality == "video" and self.facts.extra.get("use_temporal_conv", False)
+        return self.facts.tokens(grid) // (int(self.facts.extra["temporal_merge"]) if merges else 1)
 
     @torch.inference_mode()
     def eager_served(self, inputs: EncoderInputs) -> list[torch.Tensor]:

@@ -1,0 +1,389 @@
+"""The encoder variants: bit for bit vLLM's graph, videos like vLLM's eager path, and refusal where vLLM differs.
+
+Static replays of a small encoder: what the manager packs, copies and pads is vLLM's own code.
+"""
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workbench.budgets import Configuration
+from workbench.errors import WorkbenchError
+
+pytestmark = pytest.mark.engine
+
+torch = pytest.importorskip("torch", reason="needs an engine")
+
+from workbench.encoder import engine  # noqa: E402 - needs an engine
+from workbench.encoder.session import EncoderSession, Grid, SessionOptions, open_session  # noqa: E402
+from workbench.encoder.variants import VARIANTS, attach, guard, names_for  # noqa: E402
+
+NAMES = names_for("ernie45_vl")
+EXACT = [variant.name for variant in VARIANTS if variant.exact and variant.model == "ernie45_vl"]
+COMBINATIONS = [*([name] for name in NAMES), ["one_pass", "metadata_cache"], EXACT, list(NAMES)]
+BUDGETS = (16, 32, 64)
+GRIDS = 700  # for each of the combinations, so thousands in all
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[EncoderSession]:
+    """A captured ERNIE of one block and one head, as vLLM makes it."""
+    options = SessionOptions(depth=1, width=80, video_limit=1)
+    with open_session(options, Configuration(BUDGETS, 4)) as session:
+        session.capture()
+        yield session
+
+
+@pytest.fixture(scope="module", params=COMBINATIONS, ids="+".join)
+def changed(request: pytest.FixtureRequest, plain: EncoderSession) -> Iterator[EncoderSession]:
+    """The same encoder with variants, captured."""
+    with plain.with_variants(request.param) as session:
+        session.capture()
+        yield session
+
+
+@pytest.fixture(scope="module")
+def everything(plain: EncoderSession) -> Iterator[EncoderSession]:
+    """The same encoder with all variants, captured."""
+    with plain.with_variants(NAMES) as session:
+        session.capture()
+        yield session
+
+
+def random_images(chance: random.Random) -> list[Grid]:
+    """Between one and six images of at most the largest budget."""
+    grids: list[Grid] = []
+    for _ in range(chance.randint(1, 6)):
+        height = chance.randint(1, 12)
+        grids.append((1, 2 * height, 2 * chance.randint(1, min(12, BUDGETS[-1] // height))))
+    return grids
+
+
+def same(got: list[Any], expected: list[Any]) -> bool:
+    """Bit for bit."""
+    return len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def buffers(session: EncoderSession, budget: int) -> dict[str, Any]:
+    """The captured input buffers of `budget`."""
+    held: dict[str, Any] = session.manager.budget_graphs["default"][budget].input_buffers
+    return held
+
+
+# Images -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def replayed(plain: EncoderSession) -> list[tuple[Any, list[Any]]]:
+    """Random calls, and what vLLM's graph makes of them."""
+    chance = random.Random(0)
+    calls: list[tuple[Any, list[Any]]] = []
+    while sum(len(inputs.grids) for inputs, _ in calls) < GRIDS:
+        inputs = plain.inputs(random_images(chance), seed=len(calls))
+        calls.append((inputs, plain.graph(inputs)))
+    return calls
+
+
+def test_images_are_bit_identical_to_the_graph_of_vllm(
+    replayed: list[tuple[Any, list[Any]]], changed: EncoderSession
+) -> None:
+    for inputs, expected in replayed:
+        assert same(changed.graph(inputs), expected), inputs.grids
+    assert changed.stats["graph_misses"] == 0
+    assert not changed.findings
+
+
+def test_buffers_hold_what_those_of_vllm_hold(plain: EncoderSession, changed: EncoderSession) -> None:
+    """Padding rows included: what a replay sees is the same, whatever the replay before left behind."""
+    chance = random.Random(1)
+    for seed in range(40):
+        inputs = plain.inputs(random_images(chance), seed=seed)
+        with plain.watch() as batches:
+            plain.graph(inputs)
+        changed.graph(inputs)
+        mine, theirs = (buffers(session, batches[-1].budget or 0) for session in (changed, plain))
+        for key, expected in theirs.items():
+            got = mine[key]
+            if key == "cu_seqlens":
+                assert torch.equal(got[: len(expected)], expected)
+                assert (got[len(expected) :] == expected[-1]).all()
+            else:
+                assert torch.equal(got, expected), (key, inputs.grids)
+
+
+def test_inputs_written_again_in_place_are_seen(plain: EncoderSession, changed: EncoderSession) -> None:
+    """Nothing is remembered by the identity of a tensor that its owner may write to."""
+    first, second = plain.inputs([(1, 4, 6), (1, 8, 8)], seed=1), plain.inputs([(1, 8, 8), (1, 4, 6)], seed=2)
+    call = first.mm_kwargs
+    with torch.inference_mode():
+        before = [x.clone() for x in changed.manager.execute(call)]
+        first.pixels.copy_(second.pixels)
+        first.grid.copy_(second.grid)
+        after = changed.manager.execute(call)
+    assert same(after, plain.graph(second))
+    assert not same(before, after)
+
+
+def test_padding_rows_never_reach_an_item(plain: EncoderSession, changed: EncoderSession) -> None:
+    """NaN in what an earlier replay left behind would spread if a kernel read it."""
+    small, large = plain.inputs([(1, 2, 2)], seed=3), plain.inputs([(1, 8, 8)], seed=4)
+    expected = plain.graph(small)
+    poisoned = plain.inputs([(1, 8, 8)], seed=4)
+    poisoned.pixels.fill_(float("nan"))
+    changed.graph(poisoned)
+    assert same(changed.graph(small), expected)
+    assert same(changed.graph(large), plain.graph(large))
+
+
+# An item above the largest budget -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [["fallback"], ["resampler"], list(NAMES)], ids="+".join)
+def test_an_item_above_the_largest_budget_is_postprocessed_once(plain: EncoderSession, names: list[str]) -> None:
+    inputs = plain.inputs([(1, 4, 4), (1, 16, 18), (1, 2, 6), (1, 20, 20)])
+    with pytest.raises(RuntimeError):
+        plain.graph(inputs)  # D1
+    with plain.with_variants(names) as session:
+        session.capture()
+        assert same(session.graph(inputs), plain.eager_served(inputs))
+        assert same(session.eager_fallback(inputs), plain.eager_served(inputs))
+        assert session.stats["graph_misses"] == 2
+
+
+# Videos -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[["resampler"], ["resampler", "metadata_cache"], list(NAMES)], ids="+".join)
+def video(request: pytest.FixtureRequest, plain: EncoderSession) -> Iterator[EncoderSession]:
+    """An encoder that has graphs for videos."""
+    with plain.with_variants(request.param) as session:
+        session.capture()
+        yield session
+
+
+def test_videos_equal_the_eager_path_of_vllm(video: EncoderSession) -> None:
+    chance = random.Random(2)
+    batched = 0
+    for seed in range(150):
+        grids: list[Grid] = []
+        for _ in range(chance.randint(1, 5)):
+            height, width = chance.randint(1, 5), chance.randint(1, 5)
+            grids.append((2 * chance.randint(1, 4), 2 * height, 2 * width))
+        inputs = video.inputs(grids, "video", seed=seed)
+        with video.watch() as batches:
+            outputs = video.graph(inputs)
+        assert [len(x) for x in outputs] == list(inputs.tokens)
+        assert same(outputs, video.eager_served(inputs)), grids
+        batched += sum(batch.budget is not None for batch in batches)
+    assert batched > 100
+    assert not video.findings
+
+
+def test_images_and_videos_alternate_in_the_same_graphs(plain: EncoderSession, video: EncoderSession) -> None:
+    for seed in range(4):
+        clip = video.inputs([(4, 6, 4), (2, 4, 4)], "video", seed=seed)
+        images = plain.inputs([(1, 8, 12), (1, 4, 4)], seed=seed)
+        assert same(video.graph(clip), video.eager_served(clip))
+        assert same(video.graph(images), plain.graph(images))
+
+
+def test_more_frames_than_a_graph_has_slots_for_run_eagerly(video: EncoderSession) -> None:
+    """Packing counts frames (D4): one video with more goes vLLM's eager way, several are spread over replays."""
+    long = video.inputs([(40, 2, 2)], "video")
+    with video.watch() as batches:
+        assert same(video.graph(long), video.eager_served(long))
+    assert [batch.budget for batch in batches] == [None]
+    several = video.inputs([(10, 2, 2)] * 4, "video")
+    with video.watch() as batches:
+        assert same(video.graph(several), video.eager_served(several))
+    assert len(batches) == 4
+    assert all(batch.budget == 64 for batch in batches)
+
+
+@pytest.mark.parametrize("frames", [1, 3, 7])
+def test_odd_frames_are_refused_as_the_eager_path_refuses_them(video: EncoderSession, frames: int) -> None:
+    inputs = video.inputs([(frames, 4, 4)], "video")
+    with pytest.raises(RuntimeError):
+        video.eager_served(inputs)
+    with pytest.raises(ValueError, match=f"{frames} frames cannot be merged in pairs"):
+        video.graph(inputs)
+
+
+def test_a_grid_that_the_merge_does_not_divide_is_refused(video: EncoderSession) -> None:
+    with pytest.raises(WorkbenchError, match="multiples of 2"):
+        video.inputs([(2, 3, 4)], "video")
+    call = {"pixel_values_videos": torch.zeros(24, 588), "video_grid_thw": torch.tensor([[2, 3, 4]])}
+    with pytest.raises(ValueError, match="not divisible by the merge"):
+        video.manager.execute(call)
+
+
+def test_videos_need_the_variant_and_a_video_limit(plain: EncoderSession) -> None:
+    with pytest.raises(WorkbenchError, match="captures no video graphs"):
+        plain.inputs([(2, 4, 4)], "video")
+
+
+def test_without_the_temporal_part_there_are_images_only(plain: EncoderSession) -> None:
+    resampler = plain.model.resampler_model
+    resampler.use_temporal_conv = False
+    merged = resampler.mlp
+    try:
+        with plain.with_variants(["resampler"]) as session:
+            assert session.manager.config.modalities == ["image"]
+            session.capture()
+            assert "temporal_first" not in buffers(session, 16)
+            inputs = plain.inputs([(1, 4, 6), (1, 8, 8)])
+            assert same(session.graph(inputs), plain.eager_served(inputs))
+    finally:
+        resampler.use_temporal_conv = True
+        assert resampler.mlp is merged
+
+
+# GLM-4.1V -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_offsets_of_glm_never_fall() -> None:
+    options = SessionOptions(model="glm4_1v", depth=1, width=128, video_limit=1)
+    with open_session(options, Configuration((16, 32), 4, 10)) as session:
+        session.capture()
+        images = session.inputs([(1, 4, 4), (1, 4, 6)])
+        clip = session.inputs([(4, 4, 4)], "video")
+        session.graph(images)
+        assert [finding.defect for finding in session.findings] == ["D6"]
+        with session.with_variants(["cu_seqlens_tail"]) as fixed:
+            fixed.capture()
+            for inputs in (clip, images, clip):
+                assert same(fixed.graph(inputs), session.eager_served(inputs))
+            assert not fixed.findings
+
+
+# Attaching ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_parts_are_shared_and_the_model_stays_as_it_is(plain: EncoderSession) -> None:
+    before = dict(vars(plain.model)), type(plain.model)
+    model = attach(plain.model, ["resampler", "fused"])
+    assert model.vision_model is plain.model.vision_model
+    assert isinstance(model, type(plain.model))
+    model.extra = torch.nn.Linear(1, 1)
+    assert not hasattr(plain.model, "extra")
+    assert (dict(vars(plain.model)), type(plain.model)) == before
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["rotary"], "'rotary' names no variant"),
+        ([], "an empty list"),
+        (["fused", "fused"], "named twice"),
+        (["cu_seqlens_tail"], "names no variant of ernie45_vl"),
+    ],
+)
+def test_names_that_cannot_be_attached(plain: EncoderSession, names: list[str], words: str) -> None:
+    with pytest.raises(WorkbenchError, match=words), plain.with_variants(names):
+        pass
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_a_vllm_whose_methods_differ_is_refused(variant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.require_vllm()
+    guard.require_sources(variant.name, variant.sources)
+    for name in variant.sources:
+        monkeypatch.setitem(guard.HASHES, name, "0" * 12)
+        with pytest.raises(WorkbenchError, match=r"0\.32\.0 and 0\.33\.0") as refused:
+            guard.require_sources(variant.name, variant.sources)
+        assert name.partition(":")[2] in str(refused.value)
+        monkeypatch.undo()
+
+
+def test_a_method_that_was_edited_or_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.require_vllm()
+    from vllm.model_executor.models import ernie45_vl
+
+    name = guard.REPLAY[1]
+    monkeypatch.setattr(ernie45_vl.Ernie4_5_VisionTransformer, "prepare_encoder_metadata", lambda self: {})
+    assert guard.source_hash.__wrapped__(name) != guard.HASHES[name]
+    monkeypatch.delattr(ernie45_vl.Ernie4_5_VisionTransformer, "prepare_encoder_metadata")
+    with pytest.raises(WorkbenchError, match="no readable"):
+        guard.source_hash.__wrapped__(name)
+
+
+def test_fused_refuses_what_it_was_not_written_for(plain: EncoderSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain.model.vision_model.blocks[0].attn, "tp_size", 2)
+    with pytest.raises(WorkbenchError, match="one GPU"):
+        attach(plain.model, ["fused"])
+
+
+# Parts --------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.integers(1, 9)), min_size=1, max_size=12))
+def test_narrow_copies_leave_what_zero_and_copy_leaves(steps: list[tuple[int, bool, int]]) -> None:
+    from workbench.encoder.variants.padding import HeldOffsets, NarrowCopy, repeat_last
+
+    values = {rows: torch.full((rows, 2), float(rows)) for rows in range(1, 10)}
+    for immutable in (True, False):
+        copy, offsets = NarrowCopy(immutable), HeldOffsets()
+        held = [torch.randn(9, 2), torch.randn(9, 2)]
+        for _, which, rows in steps:
+            buffer, value = held[which], values[rows]
+            copy(buffer, value)
+            expected = torch.zeros(9, 2)
+            expected[:rows] = value
+            assert torch.equal(buffer, expected)
+            line, repeated = torch.zeros(9), torch.zeros(9)
+            offsets(line, value[:, 0])
+            repeat_last(repeated, value[:, 0])
+            assert torch.equal(line, repeated)
+            assert (line[rows:] == value[-1, 0]).all()
+
+
+def test_a_copy_that_fails_is_not_believed_to_have_happened() -> None:
+    from workbench.encoder.variants.padding import NarrowCopy
+
+    copy = NarrowCopy(immutable=True)
+    buffer, small, large = torch.zeros(3, 2), torch.ones(2, 2), torch.full((4, 2), 5.0)
+    copy(buffer, small)
+    with pytest.raises(RuntimeError):
+        copy(buffer, large)
+    buffer.fill_(7)
+    copy(buffer, small)
+    assert torch.equal(buffer, torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]))
+
+
+def rows_of(key: int) -> dict[str, Any]:
+    """A value of `4 * key` bytes."""
+    return {"rows": torch.full((key,), float(key))}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=60), st.integers(0, 200))
+def test_the_cache_is_bounded_and_drops_the_oldest(keys: list[int], limit: int) -> None:
+    from workbench.encoder.variants.metadata_cache import TensorCache
+
+    cache = TensorCache(limit)
+    recent: list[int] = []
+    for key in keys:
+        value = cache.get(key, partial(rows_of, key))["rows"]
+        assert torch.equal(value, torch.full((key,), float(key)))
+        recent = [*(k for k in recent if k != key), key]
+        while sum(4 * k for k in recent) > limit:
+            recent.pop(0)
+        assert cache.held_bytes == sum(4 * k for k in recent)
+    assert cache.hits + cache.misses == len(keys)
+
+
+def test_metadata_is_computed_once_per_grid(plain: EncoderSession) -> None:
+    with plain.with_variants(["metadata_cache"]) as session:
+        session.capture()
+        for seed in range(3):
+            session.graph(plain.inputs([(1, 4, 6), (1, 8, 8)], seed=seed))
+        session.graph(plain.inputs([(1, 8, 8)]))
+        model = session.model
+        assert (model.batch_cache.misses, model.batch_cache.hits) == (2, 2)
+        assert model.item_cache.misses == 2

@@ -1,0 +1,112 @@
+"""What the ERNIE variants share: reading a call's grids, and where metadata comes from.
+
+Import this module only after `engine.require_vllm`.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workbench.encoder.variants.padding import Padding
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.ernie45_vl import Ernie4_5_VLMoeForConditionalGeneration as Model
+else:
+    Model = object  # a variant stands before vLLM's class in the order of methods
+
+GridInts = tuple[tuple[int, int, int], ...]
+Values = dict[str, torch.Tensor]
+
+# Key that a batch's dict carries its grids under, as Python ints.
+GRIDS = "workbench_grids"
+
+
+class ErnieVariant(Model):  # type: ignore[misc]  # vLLM is untyped here
+    """Base of all ERNIE variants: vLLM's behaviour, cut at the places that variants replace."""
+
+    def grids_of(self, mm_kwargs: Mapping[str, Any]) -> GridInts:
+        """Return (t, h, w) in patches of each item of an image call, read on the host."""
+        return tuple((t, h, w) for t, h, w in mm_kwargs["image_grid_thw"].tolist())
+
+    def get_encoder_cudagraph_config(self) -> Any:
+        """Return vLLM's, with the buffers and padding logics that variants add."""
+        config = super().get_encoder_cudagraph_config()
+        config.buffer_keys = [*config.buffer_keys, *self.more_buffers()]
+        logics = {key: self.padding_logic(key) for key in config.buffer_keys}
+        config.padding_logics = config.padding_logics | {key: logic for key, logic in logics.items() if logic}
+        return config
+
+    def more_buffers(self) -> tuple[str, ...]:
+        """Return the names of captured buffers that vLLM does not have."""
+        return ()
+
+    def padding_logic(self, key: str) -> Padding | None:
+        """Return how buffer `key` is filled; None is vLLM's way: zero it, then copy."""
+        return None
+
+    def sequence_slots(self, token_budget: int, max_batch_size: int, max_frames_per_batch: int) -> int:
+        """Return the number of attention sequences that a captured graph has room for."""
+        return max_batch_size
+
+    def replay_metadata(self, grids: GridInts, max_batch_size: int) -> Values:
+        """Return the values of a replay's metadata buffers."""
+        return self.tower_metadata(grids, max_batch_size)
+
+    def tower_metadata(self, grids: GridInts, max_batch_size: int) -> Values:
+        """Return what the tower's graph reads; computed by vLLM unless a variant knows better."""
+        metadata: Values = self.vision_model.prepare_encoder_metadata(
+            [list(grid) for grid in grids], max_batch_size=max_batch_size
+        )
+        return metadata
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
+    ) -> Any:
+        """Return the metadata of the batch and its pixel rows."""
+        from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphReplayBuffers
+
+        metadata = self.replay_metadata(self.grids_of(mm_kwargs), max_batch_size)
+        return EncoderCudaGraphReplayBuffers(values=metadata | {"pixel_values": mm_kwargs["pixel_values"]})
+
+
+class GridsOnce(ErnieVariant):
+    """Reads a call's grids from their tensor once: the dict of a batch carries them on as Python ints."""
+
+    _last_grid: torch.Tensor | None = None
+    _last_grids: GridInts = ()
+
+    def grids_of(self, mm_kwargs: Mapping[str, Any]) -> GridInts:
+        """Return the carried grids; those just read from the same tensor; or read them."""
+        if GRIDS in mm_kwargs:
+            carried: GridInts = mm_kwargs[GRIDS]
+            return carried
+        if mm_kwargs["image_grid_thw"] is self._last_grid:
+            return self._last_grids
+        return super().grids_of(mm_kwargs)
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> Any:
+        """Read the grids anew where a call begins: its tensor may have been overwritten since the last one."""
+        from vllm.v1.worker.encoder_cudagraph_defs import EncoderItemSpec
+
+        if GRIDS not in mm_kwargs:
+            self._last_grids = super().grids_of(mm_kwargs)
+            self._last_grid = mm_kwargs["image_grid_thw"]
+        area = self.vision_model.spatial_merge_size**2
+        return [
+            EncoderItemSpec(input_size=t * h * w, output_tokens=t * h * w // area)
+            for t, h, w in self.grids_of(mm_kwargs)
+        ]
+
+    def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+        """Select the rows of `indices`, and hand their grids on."""
+        grids = self.grids_of(mm_kwargs)
+        selected = self.select_rows(mm_kwargs, grids, indices)
+        return selected | {GRIDS: tuple(grids[i] for i in indices)}
+
+    def select_rows(self, mm_kwargs: dict[str, Any], grids: GridInts, indices: list[int]) -> dict[str, Any]:
+        """Return the batch's pixel rows and grid tensor; vLLM's way by default."""
+        selected: dict[str, Any] = super().select_encoder_cudagraph_items(
+            {key: mm_kwargs[key] for key in ("pixel_values", "image_grid_thw")}, indices
+        )
+        return selected
