@@ -416,15 +416,22 @@ def test_the_command_prints_one_json_object(run: Run) -> None:
 
 
 def test_the_command_prints_for_people(run: Run) -> None:
-    shown = run("--workload", "{(224, 224, 1): 1.0}", "--objective", "p99", "--per-call", "3")
+    shown = run("--workload", "{(224, 224, 1): 1.0}", "--objective", "p99", "--grouping", "3")
     assert "vllm serve MODEL --compilation-config '{" in shown
     assert "NVIDIA H200" in shown
     assert "99th percentile" in shown
 
 
+def test_the_scheduler_puts_many_images_into_a_call(run: Run) -> None:
+    record = json.loads(run("--workload", "pull-request", "--grouping", "scheduler", "--json"))
+    assert "scheduler model" in record["source"]
+    assert record["answer"]["max_items"] > 1
+
+
 def test_the_command_refuses_bad_input(run: Run, tmp_path: Path) -> None:
     assert "measured for ernie45_vl, not glm4_1v" in run("--workload", "mixed", "--model", "glm4_1v", fails=True)
     assert "no workload" in run("--workload", "nothing", fails=True)
+    assert "grouping 'x'" in run("--workload", "mixed", "--grouping", "x", fails=True)
     assert "within the limits" in run("--workload", "mixed", "--max-memory", "1", fails=True)
     assert "above 0" in run("--workload", "mixed", "--max-memory", "nan", fails=True)
     json.loads(run("--workload", "glm-image", "--model", "glm4_1v", "--any-profile", "--json"))

@@ -401,7 +401,7 @@ def open_study(
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
             video_limit=None if videos else 0,
         )
-    calls = group(workload, RequestPerCall())
+    calls = group(workload, RequestPerCall()) if videos else workload  # vLLM encodes one modality at a time
     arrangement = arrange(calls.tokens, calls.offsets, calls.frames if videos else None)
     covers = objective == "gpu" or bool(facts.extra.get("fallback_crashes"))
     tables = cost_tables(model, objective, int(calls.tokens.max()), facts, covers=covers)

@@ -20,9 +20,10 @@ from workbench.search_loops import Queues, Tables
 # Item counts that are tried, besides the most items of any call; vLLM takes any number.
 ITEMS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 SEARCHED_ITEMS = 20_000  # items of the calls that local search prices; its best answers are priced on all
-EVALUATIONS = 12_000  # configurations that local search prices at most
+EVALUATIONS = 6_000  # configurations that local search prices at most
 CANDIDATES = 384  # budgets that programming chooses from, when calls hold several items
 STARTS = 8  # configurations that local search starts from
+SHAKES = 40  # times that the best one is changed at random and improved again
 FINALISTS = 8  # configurations of the local search that are priced on all calls
 REPACKED = 3  # times that programming follows the packing its own budgets change
 
@@ -122,7 +123,7 @@ def find(space: Space, starts: list[Point], *, seed: int = 0, progress: Progress
         best = min(chosen, key=lambda point: space.score(point, space.queues))
         if space.allowed(best):
             return Found(*best, exact=True, evaluations=len(chosen))
-    walk = _Walk(space, loops.sample(space.queues, SEARCHED_ITEMS, seed), progress)
+    walk = _Walk(space, loops.sample(space.queues, SEARCHED_ITEMS, seed), progress, seed)
     best = walk.best([*chosen, *starts])
     return Found(*best, exact=False, evaluations=walk.evaluations)
 
@@ -161,7 +162,7 @@ def best_by_size(space: Space, items: Iterable[int], *, seed: int = 0) -> dict[t
     Args:
         items: max items to try.
     """
-    walk = _Walk(space, loops.sample(space.queues, SEARCHED_ITEMS, seed), silent)
+    walk = _Walk(space, loops.sample(space.queues, SEARCHED_ITEMS, seed), silent, seed)
     best: dict[tuple[int, int], Point] = {}
     for max_items in sorted(set(items)):
         for point in filter(space.allowed, walk.fitted(max_items)):
@@ -175,13 +176,18 @@ def best_by_size(space: Space, items: Iterable[int], *, seed: int = 0) -> dict[t
 class _Walk:
     """Local search over (budgets, max items) on some of the calls."""
 
-    def __init__(self, space: Space, queues: Queues, progress: Progress) -> None:
+    def __init__(self, space: Space, queues: Queues, progress: Progress, seed: int) -> None:
         self.space = space
         self.queues = queues
         self.progress = progress
+        self.random = np.random.default_rng(seed)
         self.seen: dict[Point, Score] = {}
+        self.runs: dict[int, Ints] = {}
         most = int(np.diff(space.queues.first).max())
-        self.items = sorted({n for n in ITEMS if n < most} | {min(most, space.tables.high)})
+        # One of them above the most items of a call, where it divides budgets that the most does not.
+        above = next((n for n in ITEMS if n >= most), most)
+        tried = {n for n in ITEMS if n < most} | {most, above}
+        self.items = sorted(n for n in tried if n <= space.tables.high)
 
     @property
     def evaluations(self) -> int:
@@ -208,8 +214,13 @@ class _Walk:
             )
         chosen = _spread_over_items(allowed, STARTS)
         for done, point in enumerate(chosen):
-            self.progress(f"improving start {done + 1} of {len(chosen)}", 0.4 + 0.5 * done / len(chosen))
-            self._improve(point, EVALUATIONS * (done + 1) // len(chosen))
+            self.progress(f"improving start {done + 1} of {len(chosen)}", 0.4 + 0.3 * done / len(chosen))
+            self._improve(point, EVALUATIONS * (done + 1) // len(chosen) // 2)
+        for done in range(SHAKES):
+            self.progress("shaking the best one", 0.7 + 0.2 * done / SHAKES)
+            shaken = self._shaken(min(filter(self.space.allowed, self.seen), key=self.seen.__getitem__))
+            if self.space.allowed(shaken):
+                self._improve(shaken, EVALUATIONS)
         finalists = sorted(filter(self.space.allowed, self.seen), key=self.seen.__getitem__)[:FINALISTS]
         return min(finalists, key=lambda point: self.space.score(point, self.space.queues))
 
@@ -246,7 +257,7 @@ class _Walk:
 
     def _largest_budgets(self, max_items: int) -> list[int]:
         """Where the budgets may end: the largest item, the largest run of items, and one between."""
-        runs = loops.run_sums(self.queues, max_items, self.space.tables.high)
+        runs = self._runs(max_items)
         least = min(max(self.space.largest_item, self.space.tables.low), self.space.tables.high)
         most = max(int(runs[-1]) if len(runs) else least, least)
         return sorted({least, (least + most) // 2, most})
@@ -266,6 +277,16 @@ class _Walk:
         return found if exactly is None else found[-1:]
 
     # --- moves
+
+    def _shaken(self, point: Point) -> Point:
+        """Replace up to half of the budgets at random, and sometimes max items, to leave a local optimum."""
+        budgets, max_items = point
+        if self.random.random() < 0.5:
+            max_items = int(self.random.choice(self.items))
+        kept = [budget for budget in budgets[:-1] if self.random.random() < 0.5]
+        runs = self._runs(max_items)
+        added = self.random.choice(runs, self.space.max_graphs - 1 - len(kept)) if len(runs) else np.zeros(0, np.int64)
+        return self._repaired(((*sorted([*kept, *added.tolist()]), budgets[-1]), max_items))
 
     def _improve(self, point: Point, until: int) -> None:
         """Take the best neighbour until none is better, or `until` configurations have been priced."""
@@ -290,22 +311,35 @@ class _Walk:
             yield choice, max_items
 
     def _cuts(self, point: Point, position: int, count: int) -> list[int]:
-        """Token counts at which a budget could be, between its neighbours: of its batches, and of the next one's."""
+        """Token counts at which a budget could be, between its neighbours.
+
+        Of its batches and the next one's, of runs of items that could be batches, and steps beside where it is.
+        """
         budgets, max_items = point
         sums, index, _, _ = loops.batches(self.queues, np.array(budgets, np.int64), max_items)
-        near = np.unique(sums[(index == position) | (index == position + 1)])
-        if not len(near):
-            return []
-        picked = near[np.unique(np.linspace(0, len(near) - 1, count).astype(int))]
         below, here = (budgets[position - 1] if position else 0), budgets[position]
-        step = np.array([here - max_items, here + max_items, (below + here) // 2])
-        return list(self._rounded(np.concatenate([picked, step]), max_items))
+        above = budgets[position + 1] if position + 1 < len(budgets) else self.space.tables.high
+        runs = self._runs(max_items)
+        first, at, last = np.searchsorted(runs, (below, here, above)).tolist()
+        picked = [
+            _spread(np.unique(sums[(index == position) | (index == position + 1)]), count),
+            _spread(runs[first:last], count),
+            runs[max(at - 2, 0) : at + 3],
+            np.array([(below + here) // 2, here - max_items, here + max_items]),
+        ]
+        return list(self._rounded(np.concatenate(picked), max_items))
+
+    def _runs(self, max_items: int) -> Ints:
+        """Tokens of runs of items that one replay can hold."""
+        if max_items not in self.runs:
+            self.runs[max_items] = loops.run_sums(self.queues, max_items, self.space.tables.high)
+        return self.runs[max_items]
 
     def _shifted(self, point: Point) -> Iterator[Point]:
         """Move one budget."""
         budgets, max_items = point
         for position in range(len(budgets)):
-            for cut in self._cuts(point, position, 12):
+            for cut in self._cuts(point, position, 8):
                 yield tuple(sorted({*budgets[:position], cut, *budgets[position + 1 :]})), max_items
 
     def _fewer(self, point: Point) -> Iterator[Point]:
@@ -319,7 +353,7 @@ class _Walk:
         budgets, max_items = point
         if len(budgets) < self.space.max_graphs:
             for position in range(len(budgets)):
-                for cut in self._cuts(point, position, 6):
+                for cut in self._cuts(point, position, 4):
                     yield tuple(sorted({*budgets, cut})), max_items
 
     def _exchanged(self, point: Point) -> Iterator[Point]:
@@ -346,6 +380,14 @@ def _thinned(candidates: Ints, sums: Ints, weights: Ints) -> Ints:
     picked = np.searchsorted(candidates, sums[order][np.clip(at, 0, len(sums) - 1)])
     kept: Ints = np.unique([*np.clip(picked, 0, len(candidates) - 1).tolist(), len(candidates) - 1])
     return candidates[kept]
+
+
+def _spread(values: Ints, count: int) -> Ints:
+    """At most `count` of the values, evenly spread in rank, both ends among them."""
+    if len(values) <= count:
+        return values
+    kept: Ints = values[np.linspace(0, len(values) - 1, count).astype(np.int64)]
+    return kept
 
 
 def _spread_over_items(points: list[Point], count: int) -> list[Point]:

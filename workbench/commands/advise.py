@@ -27,7 +27,13 @@ def advise(
     objective: Annotated[
         Literal["mean", "p99", "gpu"], Option(help="Mean or 99th percentile of a call, or mean GPU time of replays.")
     ] = "mean",
-    per_call: Annotated[int, Option(help="Items per encoder call; 0: a request is a call.")] = 0,
+    grouping: Annotated[
+        str,
+        Option(
+            help="How items meet in calls: `given` (requests, or a ledger's own calls), `request`, a number, or "
+            "`scheduler` (a model of vLLM's with all requests at the start, as its offline benchmarks have)."
+        ),
+    ] = "given",
     max_graphs: Annotated[int, Option(help="Most graphs, one per budget.")] = 8,
     max_memory: Annotated[float | None, Option(help="Most memory of all captures, MiB.")] = None,
     max_capture_seconds: Annotated[float | None, Option(help="Most time of all captures, seconds.")] = None,
@@ -44,18 +50,19 @@ def advise(
     from workbench.advisor import Constraints
     from workbench.advisor import advise as search
     from workbench.budgets import Limits
+    from workbench.commands.workload import grouping_policy
     from workbench.costs import CostModel, choose_profile
     from workbench.models import model_facts
     from workbench.progress import progress_bar
     from workbench.sources import Options, load_workload
-    from workbench.workload import ItemsPerCall, RequestPerCall, group
+    from workbench.workload import Scheduler, group
 
     facts = model_facts(model)
     costs = CostModel(choose_profile(model, profile, any_profile=any_profile))
-    calls = group(
-        load_workload(workload, facts, Options(skip_bad=skip_bad)),
-        ItemsPerCall(per_call) if per_call else RequestPerCall(),
-    )
+    calls = load_workload(workload, facts, Options(skip_bad=skip_bad))
+    policy = grouping_policy(grouping, Scheduler(batched_tokens=max_num_batched_tokens))
+    if policy is not None:
+        calls = group(calls, policy)
     limits = Limits.of(
         facts,
         max_model_len=max_model_len,

@@ -86,7 +86,7 @@ def workload(
         encoder_budget=encoder_budget,
         seed=seed,
     )
-    policy = _policy(grouping, scheduler)
+    policy = grouping_policy(grouping, scheduler)
     grouped = loaded if policy is None else group(loaded, policy)
     if out is not None:
         write_bytes(out, msgspec.json.encode(grouped.calls()))
@@ -97,7 +97,12 @@ def workload(
         _show_workload(summary)
 
 
-def _policy(grouping: str, scheduler: "Policy") -> "Policy | None":
+def grouping_policy(grouping: str, scheduler: "Policy") -> "Policy | None":
+    """Return the policy that `--grouping` names; None for the calls as given.
+
+    Raises:
+        WorkbenchError: neither a name nor a number.
+    """
     from workbench.errors import WorkbenchError
     from workbench.workload import ItemsPerCall, RequestPerCall
 
