@@ -1,6 +1,7 @@
 """Every planted fault that can be shown on the CPU is caught under the right name."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,32 @@ def test_a_fault_mends_itself() -> None:
         assert (dict(vars(lab.model)), dict(vars(lab.manager))) == before
         assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in lab.model.modules()] == hooks
         assert lab.observe([(1, 4, 4)], "after").status == "equal"
+
+
+def test_a_fault_that_cannot_be_planted_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from contextlib import contextmanager
+    from dataclasses import replace
+
+    from workbench.budgets import Configuration
+    from workbench.encoder.parity import faults
+    from workbench.encoder.parity.lab import Lab, lab_options, open_lab
+    from workbench.encoder.parity.matrix import campaign
+
+    @contextmanager
+    def breaks(_lab: Lab) -> Iterator[None]:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        yield
+
+    known = faults.FAULTS["order-wrong"]
+    monkeypatch.setattr(faults, "FAULTS", {"breaks": replace(known, name="breaks", plant=breaks), known.name: known})
+    monkeypatch.setattr("workbench.encoder.parity.matrix.FAULTS", faults.FAULTS)
+    options, _ = lab_options("ernie45_vl", "cpu")
+    counts: list[int] = []
+    with open_lab(options, Configuration((8, 16), 2)) as lab:
+        broken, caught = campaign(lab, on_fault=lambda results: counts.append(len(results)))
+    assert (broken.status, caught.status) == ("not_tested", "caught")
+    assert "illegal memory access" in broken.message
+    assert counts == [1, 2]
 
 
 def test_the_verbs(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def _register_parity(app: typer.Typer) -> None:
 
         with progress_bar() as progress:
             title = name or (out.name if out is not None else f"parity of {model}")
-            result = run(options, configuration, plan, name=title, progress=progress, on_matrix=write)
+            result = run(options, configuration, plan, name=title, progress=progress, on_part=write)
         write(result)
         if as_json:
             print(encode(result).decode(), end="")

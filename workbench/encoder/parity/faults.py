@@ -810,8 +810,34 @@ def try_fault(lab: Lab, planted: Fault, known: Baseline = frozenset()) -> FaultR
     Args:
         known: see `baseline`; such findings do not count.
     """
-    reason = _not_testable(lab, planted)
-    result = FaultResult(
+    result = untested(lab, planted, _not_testable(lab, planted))
+    if result.message:
+        return result
+    manager = lab.new_manager()
+    lab.restart_inputs()
+    seen: list[Observation] = []
+    findings: list[Finding] = []
+    with lab.using(manager):
+        sentinel = Sentinel(lab)
+        try:
+            with planted.plant(lab):
+                lab.capture(manager)
+                seen.extend(run_battery(lab))
+                findings += sentinel.findings()
+        except ENCODER_ERRORS as error:
+            # On CUDA a fault may end the context; what was seen before counts.
+            result = msgspec.structs.replace(result, message=f"ended by {type(error).__name__}: {error}")
+        finally:
+            manager.clear()
+    findings += [
+        finding for one in seen for finding in one.findings if (finding.suspect, finding.scenario) not in known
+    ]
+    return _judged(result, seen, findings) if findings or not result.message else result
+
+
+def untested(lab: Lab, planted: Fault, reason: str) -> FaultResult:
+    """Return the result of a fault that was not tried."""
+    return FaultResult(
         fault=planted.name,
         title=planted.title,
         model=lab.session.facts.key,
@@ -820,22 +846,6 @@ def try_fault(lab: Lab, planted: Fault, known: Baseline = frozenset()) -> FaultR
         status="not_tested",
         message=reason,
     )
-    if reason:
-        return result
-    manager = lab.new_manager()
-    lab.restart_inputs()
-    with lab.using(manager):
-        sentinel = Sentinel(lab)
-        try:
-            with planted.plant(lab):
-                lab.capture(manager)
-                seen = list(run_battery(lab))
-                findings = [finding for one in seen for finding in one.findings] + sentinel.findings()
-        except ENCODER_ERRORS as error:
-            return msgspec.structs.replace(result, message=f"it cannot be planted: {type(error).__name__}: {error}")
-        finally:
-            manager.clear()
-    return _judged(result, seen, [f for f in findings if (f.suspect, f.scenario) not in known])
 
 
 def _judged(result: FaultResult, seen: list[Observation], findings: list[Finding]) -> FaultResult:

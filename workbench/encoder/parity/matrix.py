@@ -25,7 +25,7 @@ from workbench.decision import ProxyFlips, proxy_flips
 from workbench.encoder.instruments import wrapped
 from workbench.encoder.parity import child
 from workbench.encoder.parity.bisect import bisect_graph, bisect_padded
-from workbench.encoder.parity.faults import FAULTS, Sentinel, baseline, try_fault
+from workbench.encoder.parity.faults import FAULTS, Sentinel, baseline, try_fault, untested
 from workbench.encoder.parity.lab import ENCODER_ERRORS, Lab, Observation, lab_options, open_lab
 from workbench.encoder.parity.metrics import compare
 from workbench.encoder.parity.scenarios import SCENARIOS, NotTestedError, Scenario, near_square
@@ -105,13 +105,13 @@ def run(
     *,
     name: str = "parity",
     progress: Progress = silent,
-    on_matrix: Callable[[Parity], None] | None = None,
+    on_part: Callable[[Parity], None] = lambda _parity: None,
 ) -> Parity:
     """Run the lab on one encoder and configuration.
 
     Args:
         name: stored with the result.
-        on_matrix: given the result without faults, before they are planted: a fault may end a CUDA process.
+        on_part: given the result so far, after the matrix and after each fault: a fault may end a CUDA process.
 
     Raises:
         WorkbenchError: see `session.open_session`.
@@ -120,16 +120,16 @@ def run(
     start = time.perf_counter()
     with open_lab(options, configuration, seed=plan.seed) as lab:
         parity = _observe(lab, plan, name, progress, start)
-        if on_matrix is not None:
-            on_matrix(parity)
+        on_part(parity)
     if not plan.faults:
         return parity
     shallow = replace(options, depth=min(plan.fault_depth, parity.model.depth))
     with open_lab(shallow, replace(configuration, budgets=FAULT_BUDGETS), seed=plan.seed) as lab:
-        return _finished(parity, campaign(lab, progress), start)
+        results = campaign(lab, progress, lambda results: on_part(_with_faults(parity, results, start)))
+        return _with_faults(parity, results, start)
 
 
-def _finished(parity: Parity, faults: list[FaultResult], start: float) -> Parity:
+def _with_faults(parity: Parity, faults: list[FaultResult], start: float) -> Parity:
     import msgspec
 
     return msgspec.structs.replace(parity, faults=faults, seconds=time.perf_counter() - start)
@@ -294,13 +294,25 @@ def bisect_fault(lab: Lab, name: str, arms: Literal["padded", "graph"] = "padded
 # Faults and clean code ---------------------------------------------------------------------------------------------
 
 
-def campaign(lab: Lab, progress: Progress = silent) -> list[FaultResult]:
-    """Plant every fault in turn."""
-    results = []
+def campaign(
+    lab: Lab, progress: Progress = silent, on_fault: Callable[[list[FaultResult]], None] | None = None
+) -> list[FaultResult]:
+    """Plant every fault in turn.
+
+    Args:
+        on_fault: given all results so far after each fault; a CUDA process may end at the next one.
+    """
+    results: list[FaultResult] = []
     known = baseline(lab)
     for done, planted in enumerate(FAULTS.values()):
         progress(f"fault {planted.name}", done / len(FAULTS))
-        results.append(try_fault(lab, planted, known))
+        try:
+            lab.session.synchronize()
+            results.append(try_fault(lab, planted, known))
+        except ENCODER_ERRORS as error:
+            results.append(untested(lab, planted, f"an earlier fault ended the CUDA context: {error}"))
+        if on_fault is not None:
+            on_fault(results)
     progress("faults", 1.0)
     return results
 

@@ -154,7 +154,7 @@ def poisoned_buffers(lab: "Lab", budget: int | None) -> Iterator["Observation"]:
 @scenario("padded rows hold NaN, infinity or huge values at the replay")
 def poisoned_padding(lab: "Lab", budget: int | None) -> Iterator["Observation"]:
     """What if padding were not zero? Breaks the manager's promise, so what it shows is a hazard."""
-    for value in POISONS.values():
+    for name, value in POISONS.items():
         call = lab.inputs(_usual(lab, budget))
         rows = sum(prod(grid) for grid in call.grids)
 
@@ -165,9 +165,11 @@ def poisoned_padding(lab: "Lab", budget: int | None) -> Iterator["Observation"]:
                     buffer[rows:] = value
 
         seen = lab.observe(call, "poisoned-padding", before_replay=poison, probe=True)
-        # That the padding is not zero is this scenario's own doing.
-        seen.findings = [finding for finding in seen.findings if finding.suspect != "padding"]
-        _drop_expected_spoil(seen)
+        # That the padding is not zero, and stays what it was, is this scenario's own doing.
+        seen.findings = [f for f in seen.findings if f.suspect != "padding" and "are not finite" not in f.message]
+        if "hazard" in seen.item_statuses and not seen.findings:
+            message = f"{name} in padded rows reaches valid ones: a kernel reads behind the last sequence"
+            _add(seen, "attention", message, mismatch=False)
         yield seen
 
 
@@ -440,9 +442,3 @@ def _fill_buffers(lab: "Lab", value: float) -> None:
             if buffer is not None and buffer.ndim and buffer.is_floating_point():
                 buffer.fill_(value)
         captured.output_buffer.fill_(value)
-
-
-def _drop_expected_spoil(seen: "Observation") -> None:
-    """Rows behind the valid ones stay NaN when they came in as NaN; that says nothing."""
-    if "hazard" not in seen.item_statuses and not seen.error:
-        seen.findings = [finding for finding in seen.findings if "are not finite" not in finding.message]
