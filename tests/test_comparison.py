@@ -7,7 +7,7 @@ import pytest
 
 from tests.comparisons import MODEL, make_comparisons
 from tests.profiles import make_profile
-from workbench import sweep
+from workbench import outcomes
 from workbench.budgets import Configuration
 from workbench.comparison import check, read_comparisons
 from workbench.costs import CostModel
@@ -77,7 +77,7 @@ def test_files(tmp_path: Path) -> None:
 
 def test_the_validation_table_has_eager_bound_and_bill() -> None:
     workloads = {"a": (CALLS, {"auto": Configuration(), "advised": WIDE})}
-    table = sweep.validation(MODEL, make_comparisons(workloads)).set_index("configuration")
+    table = outcomes.validation(MODEL, make_comparisons(workloads)).set_index("configuration")
     assert list(table.index) == ["eager as served", "auto", "advised"]
     assert table.loc["auto", "graphs"] == 8
     assert table.loc["advised", "capture s"] == pytest.approx(0.4)
@@ -89,18 +89,27 @@ def test_the_validation_table_has_eager_bound_and_bill() -> None:
 
 def test_what_is_won_is_a_share_of_the_room_above_the_bound() -> None:
     workloads = {"a": (CALLS, {"auto": Configuration(), "poor": Configuration((4096,), 4), "advised": WIDE})}
-    table = sweep.validation(MODEL, make_comparisons(workloads))
-    (row,) = sweep.won(table).to_dict("records")
+    comparisons = make_comparisons(workloads, noise=0.01)
+    table = outcomes.validation(MODEL, comparisons)
+    (row,) = outcomes.won(comparisons, table).to_dict("records")
     times = table.set_index("configuration")["measured mean ms"]
     assert row["best other"] == "auto"
     room = times["auto"] - table["bound ms"].iloc[0]
     assert row["won"] == pytest.approx((times["auto"] - times["advised"]) / room, rel=1e-4)
+    assert row["faster"] == pytest.approx(times["auto"] / times["advised"], rel=1e-4)
+    assert row["low"] < row["faster"] < row["high"] < 1.1 * row["low"]
 
 
 def test_a_failed_configuration_has_no_mean_and_is_no_rival() -> None:
     workloads = {"a": (CALLS, {"auto": Configuration(), "failing": WIDE, "advised": WIDE})}
-    table = sweep.validation(MODEL, make_comparisons(workloads, fails={"failing": 1}))
+    comparisons = make_comparisons(workloads, fails={"failing": 1})
+    table = outcomes.validation(MODEL, comparisons)
     failing = table.set_index("configuration").loc["failing"]
     assert failing["failed calls"] == 1
     assert failing["measured mean ms"] != failing["measured mean ms"]
-    assert sweep.won(table)["best other"].tolist() == ["auto"]
+    assert outcomes.won(comparisons, table)["best other"].tolist() == ["auto"]
+
+
+def test_without_an_advised_configuration_nothing_is_won() -> None:
+    comparisons = make_comparisons({"a": (CALLS, {"auto": Configuration()})})
+    assert outcomes.won(comparisons, outcomes.validation(MODEL, comparisons)).empty

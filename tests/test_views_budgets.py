@@ -11,7 +11,7 @@ import pytest
 
 from tests.comparisons import make_comparisons
 from tests.profiles import make_profile
-from workbench import sweep
+from workbench import outcomes
 from workbench.advisor import Constraints, Study, advise, open_study
 from workbench.budgets import Configuration
 from workbench.costs import CostModel
@@ -31,20 +31,20 @@ def study() -> Study:
 
 
 @pytest.fixture(scope="module")
-def auto(study: Study) -> sweep.Outcome:
-    return sweep.outcome(study, Configuration(), "vLLM auto")
+def auto(study: Study) -> outcomes.Outcome:
+    return outcomes.outcome(study, Configuration(), "vLLM auto")
 
 
 @pytest.fixture(scope="module")
-def crashing(study: Study) -> sweep.Outcome:
-    return sweep.outcome(study, Configuration((128, 2048), 4), "crashing")
+def crashing(study: Study) -> outcomes.Outcome:
+    return outcomes.outcome(study, Configuration((128, 2048), 4), "crashing")
 
 
 # Tables ---------------------------------------------------------------------------------------------------------------
 
 
-def test_the_graphs_add_up_to_the_plan(auto: sweep.Outcome) -> None:
-    table = sweep.per_budget(auto)
+def test_the_graphs_add_up_to_the_plan(auto: outcomes.Outcome) -> None:
+    table = outcomes.per_budget(auto)
     assert table["budget"].tolist() == list(auto.candidate.budgets)
     assert table["items"].sum() == len(auto.study.arrangement.tokens)
     assert table["tokens"].sum() == auto.study.workload.tokens.sum()
@@ -56,39 +56,41 @@ def test_the_graphs_add_up_to_the_plan(auto: sweep.Outcome) -> None:
     np.testing.assert_allclose(table["calls"], np.array(calls) / len(auto.study.workload), rtol=1e-5)
 
 
-def test_eager_fallbacks_have_their_own_row(crashing: sweep.Outcome) -> None:
-    row = sweep.per_budget(crashing).iloc[-1]
+def test_eager_fallbacks_have_their_own_row(crashing: outcomes.Outcome) -> None:
+    row = outcomes.per_budget(crashing).iloc[-1]
     assert row["graph"] == "eager"
     assert row["replays"] == (crashing.study.workload.tokens > 2048).sum()
     assert row["padding tokens"] == 0
-    shares = sweep.fallback_share([crashing]).iloc[0]
+    shares = outcomes.fallback_share([crashing]).iloc[0]
     tokens = crashing.study.workload.tokens
     assert shares["items"] == pytest.approx((tokens > 2048).mean(), rel=1e-5)
     assert shares["tokens"] == pytest.approx(tokens[tokens > 2048].sum() / tokens.sum(), rel=1e-5)
     assert not shares["served"]
 
 
-def test_a_configuration_that_cannot_serve_is_shown_without_times(auto: sweep.Outcome, crashing: sweep.Outcome) -> None:
-    assert set(sweep.latency([auto, crashing])["configuration"]) == {"vLLM auto"}
-    assert sweep.latency([crashing]).empty
-    row = sweep.summary([crashing]).iloc[0]
+def test_a_configuration_that_cannot_serve_is_shown_without_times(
+    auto: outcomes.Outcome, crashing: outcomes.Outcome
+) -> None:
+    assert set(outcomes.latency([auto, crashing])["configuration"]) == {"vLLM auto"}
+    assert outcomes.latency([crashing]).empty
+    row = outcomes.summary([crashing]).iloc[0]
     assert "D1" in row["refused"]
     assert pd.isna(row["mean ms"])
 
 
-def test_histograms_hold_every_replay_and_call(auto: sweep.Outcome) -> None:
-    fill = sweep.fill_histogram(auto)
+def test_histograms_hold_every_replay_and_call(auto: outcomes.Outcome) -> None:
+    fill = outcomes.fill_histogram(auto)
     assert fill["replays"].sum() == (~auto.plan.fallback).sum()
     assert fill["share"].sum() == pytest.approx(1, abs=1e-4)
-    times = sweep.latency([auto])
+    times = outcomes.latency([auto])
     assert times["calls"].sum() == len(auto.study.workload)
     assert auto.candidate.prediction is not None
     middle = ((times["from ms"] + times["to ms"]) / 2 * times["share"]).sum()
     assert middle == pytest.approx(auto.candidate.prediction.mean_us / 1e3, rel=0.03)
 
 
-def test_the_bill_adds_up(auto: sweep.Outcome) -> None:
-    table = sweep.bill(auto)
+def test_the_bill_adds_up(auto: outcomes.Outcome) -> None:
+    table = outcomes.bill(auto)
     assert auto.candidate.capture_bytes is not None
     assert table["memory MiB"].sum() == pytest.approx(auto.candidate.capture_bytes / 2**20, rel=1e-4)
     assert table["seconds"].sum() == pytest.approx(auto.candidate.capture_seconds, rel=1e-4)
@@ -96,12 +98,12 @@ def test_the_bill_adds_up(auto: sweep.Outcome) -> None:
 
 
 def test_the_map_gets_no_worse_with_more_graphs(study: Study) -> None:
-    table = sweep.graphs_by_items(study, items=(1, 4))
+    table = outcomes.graphs_by_items(study, items=(1, 4))
     for _, group in table.groupby("max items"):
         assert (np.diff(group.sort_values("graphs")["ms"]) <= 1e-9).all()
     row = table.iloc[-1]
     budgets = tuple(map(int, row["budgets"].split(", ")))
-    tried = sweep.outcome(study, Configuration(budgets, int(row["max items"])), "again")
+    tried = outcomes.outcome(study, Configuration(budgets, int(row["max items"])), "again")
     assert tried.candidate.objective_us == pytest.approx(1e3 * row["ms"], rel=1e-5)
     answer = advise(study.workload, MODEL).answer
     assert answer.objective_us is not None
@@ -111,17 +113,17 @@ def test_the_map_gets_no_worse_with_more_graphs(study: Study) -> None:
 def test_a_map_of_nothing_is_refused(study: Study) -> None:
     impossible = open_study(study.workload, MODEL, constraints=Constraints(max_bytes=1))
     with pytest.raises(WorkbenchError, match="no map"):
-        sweep.graphs_by_items(impossible, items=(1,))
+        outcomes.graphs_by_items(impossible, items=(1,))
 
 
 def test_the_profile_of_the_environment_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_json(tmp_path / "profile.json", make_profile())
-    monkeypatch.setenv(sweep.SOURCE_VARIABLE, str(tmp_path / "profile.json"))
-    assert sweep.measured("ernie45_vl").validation is None
-    write_json(tmp_path / sweep.VALIDATION, make_comparisons({"a": ([[64]], {"one": Configuration((64,), 1)})}))
-    assert sweep.measured("ernie45_vl").validation is not None
+    monkeypatch.setenv(outcomes.SOURCE_VARIABLE, str(tmp_path / "profile.json"))
+    assert outcomes.measured("ernie45_vl").validation is None
+    write_json(tmp_path / outcomes.VALIDATION, make_comparisons({"a": ([[64]], {"one": Configuration((64,), 1)})}))
+    assert outcomes.measured("ernie45_vl").validation is not None
     with pytest.raises(WorkbenchError, match="not glm4_1v"):
-        sweep.measured("glm4_1v")
+        outcomes.measured("glm4_1v")
 
 
 # Figures --------------------------------------------------------------------------------------------------------------
@@ -131,8 +133,8 @@ def values(figure: go.Figure) -> str:
     return json.dumps(figure.to_plotly_json(), default=lambda value: getattr(value, "tolist", lambda: str(value))())
 
 
-def test_padding_draws_the_table(auto: sweep.Outcome, crashing: sweep.Outcome) -> None:
-    tables = {one.name: sweep.per_budget(one) for one in (auto, crashing)}
+def test_padding_draws_the_table(auto: outcomes.Outcome, crashing: outcomes.Outcome) -> None:
+    tables = {one.name: outcomes.per_budget(one) for one in (auto, crashing)}
     figure = figures.padding(tables)
     assert [list(trace.y) for trace in figure.data] == [
         (table[column] / 1e6).tolist() for table in tables.values() for column in ("tokens", "padding tokens")
@@ -140,14 +142,14 @@ def test_padding_draws_the_table(auto: sweep.Outcome, crashing: sweep.Outcome) -
     assert list(figure.data[2].x)[-1] == "eager"
 
 
-def test_latency_rises_to_all_calls(auto: sweep.Outcome) -> None:
-    (trace,) = figures.latency(sweep.latency([auto])).data
+def test_latency_rises_to_all_calls(auto: outcomes.Outcome) -> None:
+    (trace,) = figures.latency(outcomes.latency([auto])).data
     assert (np.diff(trace.y) >= 0).all()
     assert trace.y[-1] == pytest.approx(1, abs=1e-4)
 
 
 def test_the_heat_map_has_every_cell(study: Study) -> None:
-    table = sweep.graphs_by_items(study, items=(1, 4))
+    table = outcomes.graphs_by_items(study, items=(1, 4))
     (trace,) = figures.graphs_by_items(table).data
     cells = {
         (int(y), int(x)): value
@@ -159,22 +161,24 @@ def test_the_heat_map_has_every_cell(study: Study) -> None:
 
 
 @pytest.fixture(scope="module")
-def every_figure(study: Study, auto: sweep.Outcome, crashing: sweep.Outcome) -> dict[str, Callable[[], go.Figure]]:
+def every_figure(
+    study: Study, auto: outcomes.Outcome, crashing: outcomes.Outcome
+) -> dict[str, Callable[[], go.Figure]]:
     calls = study.workload.calls()[:12]
     pair = {"vLLM auto": Configuration(), "advised": Configuration((256, 1024, 4096), 4)}
     compared = make_comparisons({"mixed": (calls, pair)}, noise=0.02)
     two = {one.name: one for one in (auto, crashing)}
     return {
-        "items": lambda: figures.items(sweep.items([study.workload])),
-        "padding": lambda: figures.padding({name: sweep.per_budget(one) for name, one in two.items()}),
-        "fill": lambda: figures.fill({name: sweep.fill_histogram(one) for name, one in two.items()}),
-        "fallbacks": lambda: figures.fallbacks(sweep.fallback_share(list(two.values()))),
-        "latency": lambda: figures.latency(sweep.latency(list(two.values()))),
-        "bill": lambda: figures.bill({name: sweep.bill(one) for name, one in two.items()}),
-        "replays": lambda: figures.replay_costs(sweep.replay_costs(MODEL)),
-        "configurations": lambda: figures.configurations(sweep.summary(list(two.values())), 50.0),
-        "held-out": lambda: figures.predicted_beside_measured(sweep.held_out(MODEL, compared)),
-        "validation": lambda: figures.validation(sweep.validation(MODEL, compared)),
+        "items": lambda: figures.items(outcomes.items([study.workload])),
+        "padding": lambda: figures.padding({name: outcomes.per_budget(one) for name, one in two.items()}),
+        "fill": lambda: figures.fill({name: outcomes.fill_histogram(one) for name, one in two.items()}),
+        "fallbacks": lambda: figures.fallbacks(outcomes.fallback_share(list(two.values()))),
+        "latency": lambda: figures.latency(outcomes.latency(list(two.values()))),
+        "bill": lambda: figures.bill({name: outcomes.bill(one) for name, one in two.items()}),
+        "replays": lambda: figures.replay_costs(outcomes.replay_costs(MODEL)),
+        "configurations": lambda: figures.configurations(outcomes.summary(list(two.values())), 50.0),
+        "held-out": lambda: figures.predicted_beside_measured(outcomes.held_out(MODEL, compared)),
+        "validation": lambda: figures.validation(outcomes.validation(MODEL, compared)),
     }
 
 

@@ -19,7 +19,7 @@ pytest.importorskip("ipywidgets")
 
 from tests.chromium import SECONDS, Page, opened
 from tests.profiles import make_profile
-from workbench import sweep
+from workbench import outcomes
 from workbench.advisor import advise
 from workbench.budgets import Configuration, parse_compilation_config
 from workbench.costs import CostModel
@@ -61,14 +61,14 @@ def test_a_slider_changes_list_figure_and_text(instrument: BudgetInstrument) -> 
 def test_the_figure_holds_the_tables(instrument: BudgetInstrument) -> None:
     instrument.budgets.value = "100, 900, 4096"
     instrument.max_items.value = 2
-    tried = sweep.outcome(instrument.study, Configuration((100, 900, 4096), 2), "this")
-    graphs, fill = sweep.per_budget(tried), sweep.fill_histogram(tried)
+    tried = outcomes.outcome(instrument.study, Configuration((100, 900, 4096), 2), "this")
+    graphs, fill = outcomes.per_budget(tried), outcomes.fill_histogram(tried)
     data = instrument.figure.data
     assert list(data[0].y) == (graphs["tokens"] / 1e6).tolist()
     assert list(data[1].y) == (graphs["padding tokens"] / 1e6).tolist()
     assert list(data[2].y) == fill["share"].tolist()
     assert data[4].y[-1] == pytest.approx(1.0)
-    assert list(data[5].y) == sweep.bill(tried)["memory MiB"].tolist()
+    assert list(data[5].y) == outcomes.bill(tried)["memory MiB"].tolist()
 
 
 def test_advise_fills_in_the_answer(instrument: BudgetInstrument) -> None:
@@ -128,7 +128,7 @@ def test_a_kernel_of_nbclient_is_not_live(monkeypatch: pytest.MonkeyPatch) -> No
 # In JupyterLab --------------------------------------------------------------------------------------------------------
 
 _CELL = """
-from workbench.sweep import measured
+from workbench.outcomes import measured
 from workbench.views.widgets import BudgetInstrument, live
 
 assert live()
@@ -155,7 +155,7 @@ def lab(tmp_path: Path) -> Iterator[str]:
     token = secrets.token_hex(8)
     homes = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "HOME")
     environment = os.environ | {name: str(tmp_path / name.lower()) for name in homes}
-    environment |= {sweep.SOURCE_VARIABLE: str(profile), "PYTHONPATH": str(ROOT)}
+    environment |= {outcomes.SOURCE_VARIABLE: str(profile), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser",
                "--ip=127.0.0.1", f"--port={port}", f"--IdentityProvider.token={token}",
                "--LabApp.news_url=", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",

@@ -1,4 +1,4 @@
-"""Figures of notebook 02: pure functions from the tables of `workbench.sweep` to plotly figures."""
+"""Figures of notebook 02: pure functions from the tables of `workbench.outcomes` to plotly figures."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ def colors(names: list[str]) -> dict[str, str]:
 
 
 def items(table: pd.DataFrame) -> go.Figure:
-    """Share of the items by their tokens, one panel per workload; `table` from `sweep.items`."""
+    """Share of the items by their tokens, one panel per workload; `table` from `outcomes.items`."""
     groups = list(table.groupby("workload", sort=False))
     figure = make_subplots(
         rows=1, cols=len(groups), subplot_titles=[str(name) for name, _ in groups], shared_yaxes=True
@@ -40,7 +40,7 @@ def items(table: pd.DataFrame) -> go.Figure:
 
 
 def padding(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
-    """Tokens and padding that each graph computes, one panel per configuration; tables from `sweep.per_budget`."""
+    """Tokens and padding that each graph computes, one panel per configuration; tables from `outcomes.per_budget`."""
     figure = make_subplots(rows=1, cols=len(tables), subplot_titles=list(tables), shared_yaxes=True)
     for column, table in enumerate(tables.values(), start=1):
         for name, color in (("tokens", BLUE), ("padding tokens", VERMILION)):
@@ -61,7 +61,7 @@ def padding(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
 
 
 def fill(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
-    """Share of the replays by fill, one panel per configuration; tables from `sweep.fill_histogram`."""
+    """Share of the replays by fill, one panel per configuration; tables from `outcomes.fill_histogram`."""
     figure = make_subplots(rows=1, cols=len(tables), subplot_titles=list(tables), shared_yaxes=True)
     shades = colors(list(tables))
     for column, (name, table) in enumerate(tables.items(), start=1):
@@ -82,7 +82,7 @@ def fill(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
 
 
 def fallbacks(table: pd.DataFrame) -> go.Figure:
-    """Share of items and tokens that no graph holds; `table` from `sweep.fallback_share`."""
+    """Share of items and tokens that no graph holds; `table` from `outcomes.fallback_share`."""
     figure = go.Figure()
     for name, color in (("items", BLUE), ("tokens", VERMILION), ("calls", ORANGE)):
         figure.add_bar(
@@ -103,7 +103,7 @@ def fallbacks(table: pd.DataFrame) -> go.Figure:
 
 
 def latency(table: pd.DataFrame) -> go.Figure:
-    """Predicted time of a call, share of calls at or below; `table` from `sweep.latency`."""
+    """Predicted time of a call, share of calls at or below; `table` from `outcomes.latency`."""
     figure = go.Figure()
     groups = list(table.groupby("configuration", sort=False))
     shades = colors([str(name) for name, _ in groups])
@@ -122,7 +122,7 @@ def latency(table: pd.DataFrame) -> go.Figure:
 
 
 def bill(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
-    """Memory and seconds of the captures, stacked by graph; tables from `sweep.bill`."""
+    """Memory and seconds of the captures, stacked by graph; tables from `outcomes.bill`."""
     figure = make_subplots(rows=1, cols=2, subplot_titles=["memory, MiB", "capture, s"], shared_yaxes=True)
     for name, table in tables.items():
         for column, value in enumerate(("memory MiB", "seconds"), start=1):
@@ -148,7 +148,7 @@ def bill(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
 
 
 def graphs_by_items(table: pd.DataFrame, objective: str = "mean ms") -> go.Figure:
-    """Heat map of the best predicted time by number of graphs and max items; from `sweep.graphs_by_items`."""
+    """Heat map of the best predicted time by number of graphs and max items; from `outcomes.graphs_by_items`."""
     values = table.pivot(index="graphs", columns="max items", values="ms")
     budgets = table.pivot(index="graphs", columns="max items", values="budgets")
     figure = go.Figure(
@@ -174,7 +174,7 @@ def graphs_by_items(table: pd.DataFrame, objective: str = "mean ms") -> go.Figur
 
 
 def replay_costs(table: pd.DataFrame) -> go.Figure:
-    """Time of a replay, and per token, by budget; `table` from `sweep.replay_costs`."""
+    """Time of a replay, and per token, by budget; `table` from `outcomes.replay_costs`."""
     figure = make_subplots(rows=1, cols=2, subplot_titles=["ms per replay", "us per token of the budget"])
     for column, name, color, title in (
         (1, "ms", BLUE, "one item fills the budget"),
@@ -200,7 +200,7 @@ def replay_costs(table: pd.DataFrame) -> go.Figure:
 
 
 def configurations(table: pd.DataFrame, bound_ms: float) -> go.Figure:
-    """Predicted mean and P99 of configurations, with the bound; `table` from `sweep.summary`."""
+    """Predicted mean and P99 of configurations, with the bound; `table` from `outcomes.summary`."""
     rows = table[table["mean ms"].notna()]
     shades = colors(list(rows["configuration"]))
     figure = go.Figure()
@@ -229,7 +229,7 @@ def configurations(table: pd.DataFrame, bound_ms: float) -> go.Figure:
 
 
 def predicted_beside_measured(table: pd.DataFrame) -> go.Figure:
-    """Predicted against measured mean, one mark per configuration and workload; `table` from `sweep.held_out`."""
+    """Predicted against measured mean, one mark per configuration and workload; `table` from `outcomes.held_out`."""
     figure = go.Figure()
     least = 0.9 * float(table[["measured ms", "predicted ms"]].min().min())
     most = 1.1 * float(table[["measured ms", "predicted ms"]].max().max())
@@ -253,7 +253,7 @@ def predicted_beside_measured(table: pd.DataFrame) -> go.Figure:
 
 
 def validation(table: pd.DataFrame) -> go.Figure:
-    """Measured means with predictions and the bound, one panel per workload; `table` from `sweep.validation`."""
+    """Measured means with predictions and the bound, one panel per workload; `table` from `outcomes.validation`."""
     groups = list(table.groupby("workload", sort=False))
     shades = colors(list(dict.fromkeys(table["configuration"])))
     figure = make_subplots(rows=1, cols=len(groups), subplot_titles=[str(name) for name, _ in groups])

@@ -5,7 +5,7 @@
         display(BudgetInstrument().box)
 
 The figure is one plotly `FigureWidget` whose traces are updated in place, which is the quickest way to redraw; it is
-made only when a person looks on, so it never reaches a saved notebook. Numbers come from `workbench.sweep`.
+made only when a person looks on, so it never reaches a saved notebook. Numbers come from `workbench.outcomes`.
 """
 
 import html
@@ -17,7 +17,7 @@ import ipywidgets as ipw
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from workbench import sweep
+from workbench import outcomes
 from workbench.advisor import Constraints, Study, advise, open_study
 from workbench.budgets import Configuration, generate_budgets, parse_budgets
 from workbench.costs import CostModel, choose_profile
@@ -52,9 +52,9 @@ class BudgetInstrument:
         self.facts = model_facts(model)
         self.costs = costs or CostModel(choose_profile(model))
         self.study: Study
-        self.tried: sweep.Outcome | None = None
+        self.tried: outcomes.Outcome | None = None
         self._loaded: dict[str, Workload] = {}
-        self._auto: sweep.Outcome
+        self._auto: outcomes.Outcome
         self._quiet = False
         self._make_controls(workload)
         self.figure = _figure()
@@ -128,7 +128,7 @@ class BudgetInstrument:
             self._loaded[name] = load_workload(name, self.facts)
         policy = ItemsPerCall(self.per_call.value) if self.per_call.value else RequestPerCall()
         self.study = open_study(group(self._loaded[name], policy), self.costs)
-        self._auto = sweep.outcome(self.study, Configuration(), AUTO)
+        self._auto = outcomes.outcome(self.study, Configuration(), AUTO)
         largest = max(self.largest.min, self.study.space.largest_item)
         if self.largest.value < largest:
             self._set(largest=largest)
@@ -155,7 +155,7 @@ class BudgetInstrument:
     def _draw(self) -> None:
         """Plan, price and redraw."""
         configuration = Configuration(parse_budgets(self.budgets.value), self.max_items.value)
-        self.tried = sweep.outcome(self.study, configuration, "this")
+        self.tried = outcomes.outcome(self.study, configuration, "this")
         _update(self.figure, self.tried, self._auto)
         self.message.value = _sentence(self.tried, self._auto)
         self.config.value = _to_copy(configuration)
@@ -172,7 +172,7 @@ def _to_copy(configuration: Configuration) -> str:
     return f"--compilation-config '{config}'"
 
 
-def _sentence(tried: sweep.Outcome, auto: sweep.Outcome) -> str:
+def _sentence(tried: outcomes.Outcome, auto: outcomes.Outcome) -> str:
     """What is shown, in a line."""
     one = tried.candidate
     if one.refused or one.prediction is None:
@@ -183,7 +183,7 @@ def _sentence(tried: sweep.Outcome, auto: sweep.Outcome) -> str:
         ratio = auto.candidate.prediction.mean_us / one.prediction.mean_us
         line += f"; {ratio:.2f} times as fast as {AUTO}"
     if one.capture_bytes is not None and one.capture_seconds is not None:
-        line += f"; captures {one.capture_bytes / sweep.MIB:,.0f} MiB, {one.capture_seconds:.2f} s"
+        line += f"; captures {one.capture_bytes / outcomes.MIB:,.0f} MiB, {one.capture_seconds:.2f} s"
     return line + f"; {int(tried.plan.fallback.sum()):,} eager fallbacks"
 
 
@@ -212,10 +212,10 @@ def _figure() -> go.FigureWidget:
     return figure
 
 
-def _update(figure: go.FigureWidget, tried: sweep.Outcome, auto: sweep.Outcome) -> None:
+def _update(figure: go.FigureWidget, tried: outcomes.Outcome, auto: outcomes.Outcome) -> None:
     """Put an outcome into the figure, in one message to the browser."""
-    graphs, fill, bill = sweep.per_budget(tried), sweep.fill_histogram(tried), sweep.bill(tried)
-    times = sweep.latency([auto, tried])
+    graphs, fill, bill = outcomes.per_budget(tried), outcomes.fill_histogram(tried), outcomes.bill(tried)
+    times = outcomes.latency([auto, tried])
     with figure.batch_update():
         for position, column in ((_TOKENS, "tokens"), (_PADDING, "padding tokens")):
             figure.data[position].x = graphs["graph"].tolist()

@@ -34,6 +34,7 @@ from workbench.workload import Workload, summarize
 SOURCE_VARIABLE = "WORKBENCH_PROFILE"
 HELD_OUT, VALIDATION = "heldout.json", "validation.json"
 MIB = 2**20
+DRAWS = 2000  # of a bootstrap
 DIGITS = 6  # of numbers in tables, so that figures are equal on machines whose last bits differ
 FILL_BINS = 20
 TIME_BINS = 60
@@ -406,30 +407,56 @@ def validation(model: CostModel, comparisons: Comparisons) -> pd.DataFrame:
     return _table(rows)
 
 
-def won(table: pd.DataFrame, advised: str = "advised") -> pd.DataFrame:
-    """Share of the time between the better of the others and the bound that the advised configuration wins.
+def won(comparisons: Comparisons, table: pd.DataFrame, advised: str = "advised") -> pd.DataFrame:
+    """The advised configuration beside the best of the others, one row per workload that has one.
+
+    `faster` is the ratio of their mean times (above 1: the advised one is faster) with its 95 % interval from `low` to
+    `high`, repeats resampled within each call. `won` is the share of the time between the best other and the bound
+    that the advised one wins; None where the bound, a prediction, is above what was measured.
 
     Args:
-        table: from `validation`.
+        table: of the same comparisons, from `validation`.
     """
     rows = []
-    for workload, group in table[table["graphs"].notna()].groupby("workload", sort=False):
-        means = group.set_index("configuration")["measured mean ms"]
-        others = means.drop(advised).dropna()
-        bound_ms = float(group["bound ms"].iloc[0])
-        room = float(others.min()) - bound_ms
-        gained = float(others.min() - means[advised])
+    for comparison in comparisons.comparisons:
+        mine = table[(table["workload"] == comparison.workload) & table["graphs"].notna()].set_index("configuration")
+        means = mine["measured mean ms"].dropna()
+        if advised not in means or len(means) < 2:
+            continue
+        best = str(means.drop(advised).idxmin())
+        timings = {timing.name: timing.calls for timing in comparison.configurations}
+        ratio = _paired_ratio(timings[best], timings[advised])
+        room = float(means[best]) - float(mine["bound ms"].iloc[0])
         rows.append(
             {
-                "workload": workload,
-                "best other": others.idxmin(),
-                "best other ms": float(others.min()),
+                "workload": comparison.workload,
+                "best other": best,
+                "best other ms": float(means[best]),
                 "advised ms": float(means[advised]),
-                "bound ms": bound_ms,
-                "won": gained / room if room > 0 else None,
+                "faster": ratio[0],
+                "low": ratio[1],
+                "high": ratio[2],
+                "bound ms": float(mine["bound ms"].iloc[0]),
+                "won": float(means[best] - means[advised]) / room if room > 0 else None,
             }
         )
     return _table(rows)
+
+
+def _paired_ratio(slower: Sequence[CallTiming], faster: Sequence[CallTiming]) -> tuple[float, float, float]:
+    """Ratio of the mean times of the same calls, and its 95 % bootstrap interval."""
+    random = np.random.default_rng(0)
+    sums = []
+    for side in (slower, faster):
+        total = np.zeros(DRAWS + 1)  # the measured one, then the resampled ones
+        for call in side:
+            samples = np.asarray(call.wall_us)
+            drawn = samples[random.integers(0, len(samples), (DRAWS, len(samples)))].mean(axis=1)
+            total += np.concatenate([[samples.mean()], drawn])
+        sums.append(total)
+    ratios = sums[0] / sums[1]
+    low, high = np.percentile(ratios[1:], (2.5, 97.5))
+    return float(ratios[0]), float(low), float(high)
 
 
 def _calls(comparison: Comparison) -> list[list[int]]:
