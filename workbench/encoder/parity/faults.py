@@ -904,7 +904,7 @@ def _not_testable(lab: Lab, planted: Fault) -> str:
         return f"{lab.session.facts.title} has no such code"
     if planted.needs == "cuda" and not lab.cuda:
         return "a static replay runs Python again, so it cannot show this"
-    backend = lab.session.model_record.attention_backend
+    backend = lab.session.model_record.attention_backend.split()[0]  # "FLASH_ATTN 3" names the version too
     if planted.backends and backend not in planted.backends:
         return f"{backend} has no such code"
     return ""
