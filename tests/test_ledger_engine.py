@@ -1,13 +1,8 @@
-"""The ledger around vLLM's own classes, and in the whole engine on the CPU.
+"""The ledger around vLLM's own classes: the real runners and the real manager with static replay.
 
-The CPU engine's model runner has no encoder graph manager, graphs asked for or not, so its ledger shows eager calls.
-Batches and hits are tested on the real runners and the real manager with static replay.
+The whole engine is in `test_engine_bench.py`.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,12 +13,10 @@ import pytest
 
 from workbench.budgets import Configuration, Limits, resolve
 from workbench.encoder import ledger_plugin
-from workbench.encoder.bootstrap import child_environment
 from workbench.encoder.ledger_plugin import MANAGER, RUNNER_V1, RUNNER_V2, Recorder
-from workbench.ledger import CallLine, hit_table, read_ledger, summarize
+from workbench.ledger import CallLine, read_ledger, summarize
 from workbench.models import model_facts
 from workbench.planner import plan
-from workbench.sources import load_workload
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm", reason="the engine is not installed")
@@ -160,48 +153,3 @@ def test_without_graphs_the_call_is_eager(session: Any, recorder: Recorder, runn
     group = the_call(recorder.path).groups[0]
     assert (group.route, group.tokens, group.batches) == ("eager", [GLM.tokens(grid) for grid in GRIDS], [])
     assert summarize(read_ledger(recorder.path)).misses == len(GRIDS)
-
-
-@pytest.fixture(scope="session")
-def glm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny GLM-4.1V without weights."""
-    from workbench.encoder.checkpoint import make_checkpoint
-
-    return make_checkpoint(GLM, tmp_path_factory.mktemp("models") / "glm", full=False).folder
-
-
-def test_the_whole_engine_keeps_a_ledger(glm_folder: Path, tmp_path: Path) -> None:
-    ledger, result = tmp_path / "ledger.jsonl", tmp_path / "result.json"
-    environment = child_environment() | {
-        "WORKBENCH_LEDGER": str(ledger),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    graphs = {"mode": 0, **CONFIGURATION.compilation_config()}
-    command = [
-        *(sys.executable, "-c", "import sys; from vllm.entrypoints.cli.main import main; sys.exit(main())"),
-        *("bench", "mm-processor", "--model", str(glm_folder), "--load-format", "dummy", "--max-model-len", "1024"),
-        *("--limit-mm-per-prompt", '{"image": 2, "video": 0}', "--compilation-config", json.dumps(graphs)),
-        *(
-            "--random-mm-base-items-per-request",
-            "2",
-            "--random-mm-bucket-config",
-            "{(224, 224, 1): 1, (112, 336, 1): 1}",
-        ),
-        *("--random-mm-limit-mm-per-prompt", '{"image": 2, "video": 0}', "--random-input-len", "32"),
-        *("--random-output-len", "2", "--num-prompts", "4", "--seed", "42", "--output-json", str(result)),
-    ]
-    made = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False
-    )
-    assert made.returncode == 0, made.stderr[-3000:]
-    read = read_ledger(ledger)
-    assert read.lost == []
-    assert [row.route for row in hit_table(read)] == ["eager"]
-    workload = load_workload(ledger, GLM)
-    assert workload.items == 2 * (4 + 1)  # the benchmark's four prompts and its one warm-up
-    assert set(map(tuple, workload.grids.tolist())) == {(1, 16, 16), (1, 8, 24)}
-    assert all(call.synchronised and call.gpu_us is None for call in read.calls)
-    stats = json.loads(result.read_text())
-    assert stats["completed"] == 4
-    assert os.path.getsize(ledger) < 20_000

@@ -14,12 +14,15 @@ GROUPS: tuple[str, ...] = (
     "capture",
     "analyze",
     "costs",
+    "sweep",
     "plan",
     "advise",
     "env",
     "report",
     "bundle",
     "parity",
+    "boundary",
+    "engine_bench",
 )
 
 app = typer.Typer(

@@ -140,20 +140,22 @@ def compare(
 
 
 def parse_named(text: str) -> "tuple[str, Configuration | None]":
-    """Return name and configuration of `NAME=128,256:4`, `NAME=128,256`, `NAME=auto`; None for `NAME=advised`.
+    """Return name and configuration of `NAME=128,256:4[:FRAMES]`, `NAME=128,256`, `NAME=auto`; None for `NAME=advised`.
 
     Raises:
-        WorkbenchError: no name, or budgets or items that are not whole numbers.
+        WorkbenchError: no name, or budgets, items or frames that are not whole numbers.
     """
     from workbench.budgets import Configuration, parse_budgets
 
     name, equals, rest = text.partition("=")
-    budgets, _, items = rest.partition(":")
-    if not name or not equals or (items and not items.isdigit()):
+    budgets, _, more = rest.partition(":")
+    items, _, frames = more.partition(":")
+    if not name or not equals or any(text and not text.isdigit() for text in (items, frames)):
         raise WorkbenchError(f"{text!r} is not a named configuration; write NAME=128,256:4, NAME=auto or NAME=advised")
     if rest == "advised":
         return name, None
-    return name, Configuration(parse_budgets("" if budgets == "auto" else budgets), int(items or 0))
+    asked = parse_budgets("" if budgets == "auto" else budgets)
+    return name, Configuration(asked, int(items or 0), int(frames) if frames else None)
 
 
 def _checked(model: object, comparisons: "Comparisons") -> "list[CheckRow]":

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# The Ernie pull request's own benchmark in the whole engine on three workloads: eager, its budgets, advised budgets.
+#
+#   bash scripts/h200_engine.sh [FOLDER] [WORKLOAD...]     default: served; pull-request mixed small-many
+#
+# Needs an H200, and torch, vLLM 0.33 and the workbench as an installed package (its plugin is found by its metadata)
+# importable by $PYTHON (default python3). Each workload is three arms, each ended after ARM_SECONDS (default 110), so it
+# is over after 6 minutes at the latest and all three after 17; run one workload a call where a call is limited. An arm is
+# expected to take 50 to 70 s, from the stages of one recorded eager arm less what is now left out: not measured yet.
+# Leaves FOLDER-WORKLOAD/summary.json, ledgers, logs and the explanation as explanation.txt.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=${1:-served}
+shift || true
+workloads=("$@")
+((${#workloads[@]})) || workloads=(pull-request mixed small-many)
+python=${PYTHON:-python3}
+limit=${ARM_SECONDS:-110}
+published=128,256,512,1024,1536,2048:4
+declare -A prompts=([pull-request]=400 [mixed]=150 [small-many]=60)
+declare -A graph=([pull-request]=$published [small-many]=$published)
+graph[mixed]=128,256,512,1024,1536,2048,4096:4 # its images of 4,096 tokens would end the engine (D1)
+
+# Installed without byte code, vLLM is compiled at every import, in every process.
+"$python" - <<'PYTHON'
+import compileall, importlib.util, pathlib
+for name in ("vllm", "transformers", "torch"):
+    spec = importlib.util.find_spec(name)
+    if spec and spec.origin:
+        compileall.compile_dir(pathlib.Path(spec.origin).parent, quiet=2, workers=0)
+PYTHON
+
+failed=0
+for workload in "${workloads[@]}"; do
+    began=$SECONDS
+    timeout --kill-after=10 $((3 * limit + 30)) "$python" -m workbench engine-bench --workload "$workload" \
+        --prompts "${prompts[$workload]}" --config "graph=${graph[$workload]}" --config advised=advised \
+        --profile workbench/recordings/costs_h200_ernie45_vl/profile.json \
+        --arm-seconds "$limit" --out "$out-$workload" --overwrite >"$out-$workload.txt" || failed=1
+    cat "$out-$workload.txt"
+    mv "$out-$workload.txt" "$out-$workload/explanation.txt"
+    echo "$workload: $((SECONDS - began)) s"
+done
+exit $failed

@@ -1,0 +1,628 @@
+"""vLLM's own `vllm bench mm-processor` in the whole engine, arm after arm, beside what the workbench predicts.
+
+    from workbench.engine_bench import Setting, explain, run_bench
+
+    bench = run_bench(Setting(model="glm4_1v", prompts=100), {"eager": None, "graph": configuration}, Path("served"))
+    print(*explain(bench), sep="\\n")
+
+Every arm is the pull requests' command in a process of its own, on a model folder without weights, with the encoder
+ledger on. vLLM's `encoder_forward` is the time of an encoder call divided by the requests in it; what that hides is
+in the ledger: how many images met in a call, which replays it became, how full they were. The language model in the
+folder is one small layer, so end-to-end times mean nothing.
+
+What makes an arm start faster and leaves the encoder alone (`FAST_START`, `_environment`): no memory profiling (so the
+graphs are captured once, not twice), no profiling of the largest images, no autotuning, the engine's process forked
+from one that has imported vLLM.
+"""
+
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+import workbench
+from workbench.advisor import advise
+from workbench.budgets import DEFAULT_VIDEO_LIMIT, Configuration, Limits, resolve
+from workbench.costs import CostModel
+from workbench.errors import WorkbenchError
+from workbench.files import refuse_occupied, write_json
+from workbench.ingest.bench import is_mm_processor, mm_processor
+from workbench.ingest.external import External, Measure
+from workbench.ledger import (
+    ENVIRONMENT_VARIABLE,
+    CallSummary,
+    HitRow,
+    Ledger,
+    hit_table,
+    read_ledger,
+    summarize,
+    to_workload,
+)
+from workbench.lint import lint
+from workbench.models import ModelFacts, model_facts
+from workbench.planner import plan
+from workbench.presets import PRESETS, Preset
+from workbench.progress import Progress, silent
+from workbench.run import Environment, Record
+
+SCHEMA_VERSION = 1
+RESULT_FILE = "summary.json"
+EAGER = "eager"
+# vLLM pull requests 45254 and 40576 (GLM-4.1V's sets frames as well).
+PULL_REQUEST = Configuration((128, 256, 512, 1024, 1536, 2048), 4)
+PULL_REQUEST_MODEL_LEN = 4096
+MODEL_LEN = 16_384
+BATCHED_TOKENS = 16_384  # vLLM's default for `LLM` on a GPU of 70 to 160 GiB
+# The pull requests' compilation settings: the language model's decoding as a server has it, nothing compiled.
+_BASE = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+FAST_START = (
+    *("--kv-cache-memory-bytes", str(2**32)),  # enough for one small layer; given, vLLM skips its memory profiling
+    "--skip-mm-profiling",
+    *("--kernel-config", '{"enable_flashinfer_autotune": false, "enable_cutedsl_warmup": false}'),
+)
+_VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
+_POLL_SECONDS = 0.25
+# A line of vLLM's log that ends a stage, and the stage's name, in the order in which they come.
+_STAGES = (
+    ("imports", "non-default args"),
+    ("model inspection", "Resolved architecture"),
+    ("engine process", "Initializing a V1 LLM engine"),
+    ("weights", "Model loading took"),
+    ("profiling", "KV cache size"),
+    ("engine start", "init engine"),
+    ("data set", "warmup requests"),
+    ("warm-up", "requests..."),
+    ("requests", "Multimodal Processor Benchmark Results"),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all arms share.
+
+    Attributes:
+        model: registry key.
+        workload: name of a preset (`workbench.presets`).
+        prompts: requests per arm.
+        full: the real vision tower; else two small layers.
+        video_limit: videos per prompt; None: the preset's.
+        input_tokens, output_tokens: of text per request, given and generated; None: the benchmark's own.
+        max_model_len: the server's; None: see `model_len`.
+        arm_seconds: after which an arm is ended.
+    """
+
+    model: str = "ernie45_vl"
+    workload: str = "pull-request"
+    prompts: int = 1000
+    full: bool = True
+    video_limit: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    max_model_len: int | None = None
+    arm_seconds: float = 300.0
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The model's."""
+        return model_facts(self.model)
+
+    @property
+    def preset(self) -> Preset:
+        """The workload's.
+
+        Raises:
+            WorkbenchError: no such preset, or one for other models.
+        """
+        if self.workload not in PRESETS:
+            raise WorkbenchError(f"unknown workload {self.workload!r}; the presets are {', '.join(PRESETS)}")
+        preset = PRESETS[self.workload]
+        if self.model not in preset.models:
+            raise WorkbenchError(
+                f"the workload {self.workload} is for {' and '.join(preset.models)}, not {self.model}; choose another"
+            )
+        return preset
+
+    @property
+    def model_len(self) -> int:
+        """`--max-model-len`: as given, the pull requests' on their workloads, else room for many images."""
+        own = self.workload in ("pull-request", "glm-image", "glm-video")
+        return self.max_model_len or (PULL_REQUEST_MODEL_LEN if own else MODEL_LEN)
+
+    @property
+    def mm_limit(self) -> dict[str, int]:
+        """`--limit-mm-per-prompt`. The benchmark's own random-mm limit does not set the server's."""
+        limit = dict(self.preset.recipe.limit)
+        return limit if self.video_limit is None else limit | {"video": self.video_limit}
+
+    @property
+    def limits(self) -> Limits:
+        """What vLLM infers budgets from."""
+        return Limits.of(
+            self.facts,
+            max_model_len=self.model_len,
+            max_num_batched_tokens=max(BATCHED_TOKENS, self.model_len),
+            video_limit=self.mm_limit.get("video", DEFAULT_VIDEO_LIMIT),
+        )
+
+    def command(self, folder: Path, arguments: tuple[str, ...], config: Mapping[str, Any], result: Path) -> list[str]:
+        """Return vLLM's arguments for one arm: `bench mm-processor ...`."""
+        recipe = self.preset.recipe
+        optional = (("--random-input-len", self.input_tokens), ("--random-output-len", self.output_tokens))
+        return [
+            *("bench", "mm-processor", "--model", str(folder), *arguments, *FAST_START),
+            *("--max-model-len", str(self.model_len), "--limit-mm-per-prompt", json.dumps(self.mm_limit)),
+            *("--dataset-name", "random-mm", "--random-mm-base-items-per-request", str(recipe.base_items)),
+            *("--random-mm-num-mm-items-range-ratio", str(recipe.range_ratio)),
+            *("--random-mm-bucket-config", str(dict(recipe.buckets))),
+            *("--random-mm-limit-mm-per-prompt", json.dumps(dict(recipe.limit)), "--num-prompts", str(self.prompts)),
+            *(text for name, value in optional if value is not None for text in (name, str(value))),
+            *("--seed", str(recipe.seed), "--compilation-config", json.dumps(config), "--output-json", str(result)),
+        ]
+
+
+class ArmRun(Record, frozen=True):
+    """One arm, run once.
+
+    Attributes:
+        number: place in the order of all runs, from 0.
+        budgets, max_items, max_frames: as asked; all None with encoder graphs off.
+        findings: errors that `workbench lint` names in the configuration.
+        seconds: of the process. `stages` are the seconds at which each stage of its log had ended.
+        error: why there is no result; None for a run that ended well.
+        vllm: the benchmark's JSON.
+        calls, hits: the ledger without warm-up. `host_us`, `gpu_us`: sums over its calls.
+        predicted_us: encoder time per request that the profile gives for the calls of the ledger.
+        alone_us: the profile's time of a call of one image, the workload's median one.
+        notes: what is missing or doubtful.
+    """
+
+    number: int
+    arm: str
+    budgets: list[int] | None
+    max_items: int | None
+    max_frames: int | None
+    findings: list[str]
+    seconds: float
+    stages: dict[str, float]
+    error: str | None = None
+    vllm: External | None = None
+    calls: CallSummary | None = None
+    hits: list[HitRow] = []
+    host_us: float | None = None
+    gpu_us: float | None = None
+    predicted_us: float | None = None
+    alone_us: float | None = None
+    notes: list[str] = []
+
+    @property
+    def forward(self) -> Measure | None:
+        """vLLM's `encoder_forward` per request, microseconds."""
+        measures = () if self.vllm is None else self.vllm.measures
+        return next((measure for measure in measures if measure.name == "encoder_forward"), None)
+
+
+class EngineBench(Record, frozen=True):
+    """What `workbench engine-bench` measured; written after every arm, so `runs` may be fewer than asked."""
+
+    schema_version: int
+    workbench: str
+    created: str
+    environment: Environment
+    model: str
+    workload: str
+    prompts: int
+    full: bool
+    profile: str | None
+    runs: list[ArmRun]
+
+
+def abba(names: list[str], repeats: int) -> list[str]:
+    """Return the order of all runs: every second round backwards, so that a drift meets all arms alike."""
+    rounds = (names if index % 2 == 0 else names[::-1] for index in range(repeats))
+    return list(itertools.chain.from_iterable(rounds))
+
+
+def run_bench(
+    setting: Setting,
+    arms: Mapping[str, Configuration | None],
+    out: Path,
+    *,
+    profile: CostModel | None = None,
+    repeats: int = 1,
+    overwrite: bool = False,
+    progress: Progress = silent,
+    launcher: tuple[str, ...] = _VLLM,
+) -> EngineBench:
+    """Run all arms and return what they gave; `out` gets ledgers, logs, vLLM's JSON and `summary.json`.
+
+    Args:
+        arms: name to configuration. The arm `eager` has encoder graphs off; any other arm of None is advised from
+            the ledger of the run before it, the traffic as the scheduler grouped it.
+        out: a new folder.
+        profile: costs, for predictions and advice.
+        repeats: rounds of all arms in ABBA order.
+        launcher: the command whose arguments are vLLM's.
+
+    Raises:
+        WorkbenchError: no such preset or model, an arm to advise without a profile or as the first run, a folder that
+            is occupied, a plugin that vLLM would not see, or no run with a result.
+    """
+    from workbench.encoder.checkpoint import make_checkpoint
+    from workbench.environment import environment
+
+    _check(setting, arms, profile, repeats)
+    refuse_occupied(out, overwrite)
+    folder = make_checkpoint(setting.facts, out / "model", full=setting.full, overwrite=True)
+    bench = EngineBench(
+        schema_version=SCHEMA_VERSION,
+        workbench=workbench.__version__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        environment=environment(),
+        model=setting.model,
+        workload=setting.workload,
+        prompts=setting.prompts,
+        full=setting.full,
+        profile=None if profile is None else profile.profile.title,
+        runs=[],
+    )
+    order = abba(list(arms), repeats)
+    configurations = dict(arms)
+    for number, name in enumerate(order):
+        started = number / len(order)
+        progress(f"arm {number + 1} of {len(order)}, {name}: start", started)
+        try:
+            if name != EAGER and configurations[name] is None:
+                configurations[name] = _advised(profile, _ledger(out, number - 1, order[number - 1]), setting)
+        except WorkbenchError as error:
+            run = _failed(number, name, f"no advice: {error}")
+        else:
+            process = _Process(setting, folder.folder, folder.arguments, out, number, name, launcher)
+            process.follow(configurations[name], lambda stage, at=started: progress(stage, at))  # type: ignore[misc]
+            run = _judge(process, configurations[name], setting, profile)
+        bench = msgspec.structs.replace(bench, runs=[*bench.runs, run])
+        write_json(out / RESULT_FILE, bench)
+    if all(run.error for run in bench.runs):
+        raise WorkbenchError(f"no arm gave a result: {bench.runs[0].error}")
+    return bench
+
+
+def _check(setting: Setting, arms: Mapping[str, Configuration | None], profile: CostModel | None, repeats: int) -> None:
+    """Refuse what cannot run, before anything is written."""
+    from importlib.metadata import entry_points
+
+    if setting.prompts < 1 or repeats < 1:
+        raise WorkbenchError("prompts and repeats are at least 1")
+    if not arms:
+        raise WorkbenchError("there is no arm to run; keep eager, or give --config NAME=128,256:4")
+    waiting = [name for name, configuration in arms.items() if configuration is None and name != EAGER]
+    if waiting and profile is None:
+        raise WorkbenchError(f"{waiting[0]}=advised needs a cost profile; pass --profile")
+    if waiting and waiting[0] == next(iter(arms)):
+        raise WorkbenchError(f"{waiting[0]}=advised is advised from the arm before it and is the first; add one before")
+    for configuration in arms.values():
+        if configuration is not None:
+            resolve(configuration, setting.limits)
+    if not entry_points(group="vllm.general_plugins", name="workbench_ledger"):
+        raise WorkbenchError(
+            "vLLM does not see the ledger plugin; install the workbench as a package (pip install -e .)"
+        )
+
+
+def _ledger(out: Path, number: int, arm: str) -> Path:
+    return out / f"{number}-{arm}.ledger.jsonl"
+
+
+def _advised(profile: CostModel | None, ledger: Path, setting: Setting) -> Configuration:
+    """The advisor's answer for the calls that the run before recorded."""
+    assert profile is not None  # `_check`
+    served = without_warmup(read_ledger(ledger), setting)[0]
+    return advise(to_workload(served, setting.facts), profile, setting.limits).answer.configuration
+
+
+def _environment(ledger: Path) -> dict[str, str]:
+    """The environment of an arm's process."""
+    from workbench.encoder.bootstrap import child_environment
+
+    return child_environment() | {
+        ENVIRONMENT_VARIABLE: str(ledger.absolute()),
+        # A fork of the process that has imported vLLM. vLLM spawns all the same where a fork cannot work: on the CPU,
+        # and once CUDA is initialised.
+        "VLLM_WORKER_MULTIPROC_METHOD": os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork"),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",  # stages are read from the log
+    }
+
+
+class _Process:
+    """One arm's process: its files, how long it took, how it ended."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        folder: Path,
+        arguments: tuple[str, ...],
+        out: Path,
+        number: int,
+        name: str,
+        launcher: tuple[str, ...],
+    ) -> None:
+        self.setting, self.folder, self.arguments, self.launcher = setting, folder, arguments, launcher
+        self.number, self.name = number, name
+        self.ledger = _ledger(out, number, name)
+        self.result, self.log = out / f"{number}-{name}.vllm.json", out / f"{number}-{name}.log"
+        self.seconds = 0.0
+        self.stages: dict[str, float] = {}
+        self.error: str | None = None
+
+    def follow(self, configuration: Configuration | None, on_stage: Callable[[str], None]) -> None:
+        """Run it to its end or its time limit."""
+        config = _BASE | (configuration.compilation_config() if configuration else {})
+        command = self.setting.command(self.folder.absolute(), self.arguments, config, self.result.absolute())
+        for stale in (self.ledger, self.result):
+            stale.unlink(missing_ok=True)
+        began = time.perf_counter()
+        with self.log.open("wb") as output, self.log.open("rb") as log:
+            process = subprocess.Popen(
+                [*self.launcher, *command],
+                env=_environment(self.ledger),
+                stdin=subprocess.DEVNULL,  # transformers asks there whether to run the folder's code, and vLLM goes on
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that its engine's process ends with it
+            )
+            text = ""
+            try:
+                while True:
+                    self.seconds = time.perf_counter() - began
+                    ended = process.poll()
+                    text = self._advance(text[-200:] + log.read().decode(errors="replace"), on_stage)
+                    if ended is not None or self.seconds > self.setting.arm_seconds:
+                        break
+                    time.sleep(_POLL_SECONDS)
+            finally:
+                _end(process)
+        if ended is None:
+            self.error = f"ended after {self.setting.arm_seconds:.0f} s, {self._where()}; its log is {self.log.name}"
+        elif ended != 0 or not self.result.is_file():
+            self.error = f"vLLM ended with {ended}, {self._where()}; its log is {self.log.name}"
+
+    def _advance(self, text: str, on_stage: Callable[[str], None]) -> str:
+        for stage, marker in _STAGES:
+            if stage not in self.stages and marker in text:
+                self.stages[stage] = round(self.seconds, 2)
+                on_stage(f"arm {self.name}: {self._where()}")
+        return text
+
+    def _where(self) -> str:
+        open_stages = [stage for stage, _ in _STAGES if stage not in self.stages]
+        return f"in its stage {open_stages[0]}" if open_stages else "after its last request"
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a process and what it started, if any of it is left."""
+    for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(patience)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+def _failed(number: int, name: str, error: str) -> ArmRun:
+    return ArmRun(
+        number=number,
+        arm=name,
+        budgets=None,
+        max_items=None,
+        max_frames=None,
+        findings=[],
+        seconds=0.0,
+        stages={},
+        error=error,
+    )
+
+
+def _judge(
+    process: _Process, configuration: Configuration | None, setting: Setting, profile: CostModel | None
+) -> ArmRun:
+    """Read what a run left, and price its calls."""
+    run = ArmRun(
+        number=process.number,
+        arm=process.name,
+        budgets=None if configuration is None else list(configuration.budgets),
+        max_items=None if configuration is None else configuration.max_items,
+        max_frames=None if configuration is None else configuration.max_frames,
+        findings=lint_errors(setting, configuration),
+        seconds=round(process.seconds, 2),
+        stages=process.stages,
+        error=process.error,
+    )
+    if run.error:
+        return run
+    try:
+        vllm = _ingested(process.result)
+        served, notes = without_warmup(read_ledger(process.ledger), setting)
+    except WorkbenchError as error:
+        return msgspec.structs.replace(run, error=str(error))
+    lines = served.served()
+    gpu = [line.gpu_us for line in lines if line.gpu_us is not None]
+    run = msgspec.structs.replace(
+        run,
+        vllm=vllm,
+        calls=summarize(served),
+        hits=hit_table(served),
+        host_us=float(sum(line.host_us for line in lines)),
+        gpu_us=float(sum(gpu)) if gpu else None,
+        notes=[*served.lost, *notes],
+    )
+    if profile is None:
+        return run
+    try:
+        predicted, alone = price(profile, served, configuration, setting)
+    except WorkbenchError as error:
+        return msgspec.structs.replace(run, notes=[*run.notes, f"no prediction: {error}"])
+    return msgspec.structs.replace(run, predicted_us=predicted, alone_us=alone)
+
+
+def _ingested(path: Path) -> External:
+    document = json.loads(path.read_text())
+    if not is_mm_processor(document):
+        raise WorkbenchError(f"{path} is no result of vllm bench mm-processor")
+    return mm_processor(document, path.stem)
+
+
+def lint_errors(setting: Setting, configuration: Configuration | None) -> list[str]:
+    """Return what `workbench lint` calls an error in `configuration`, before any GPU time is spent on it."""
+    if configuration is None:
+        return []
+    findings = lint(setting.facts, configuration, setting.limits).findings
+    return [f"{one.rule}: {one.message}; {one.remedy}" for one in findings if one.severity == "error"]
+
+
+def without_warmup(ledger: Ledger, setting: Setting) -> tuple[Ledger, list[str]]:
+    """Return `ledger` without the calls of the benchmark's warm-up request, which comes first and alone.
+
+    Its calls are those before which the ledger had no more images than one request has; where several numbers of first
+    calls could be it, the longest pause follows its last one. Where none could be, nothing is left out and a note says
+    so.
+    """
+    recipe = setting.preset.recipe
+    least = math.floor(recipe.base_items * (1 - recipe.range_ratio))
+    most = min(math.ceil(recipe.base_items * (1 + recipe.range_ratio)), sum(setting.mm_limit.values()))
+    served = ledger.served()
+    images = np.cumsum([sum(len(group.tokens) for group in call.groups) for call in served])
+    possible = np.flatnonzero((images[:-1] >= max(least, 1)) & (images[:-1] <= most))
+    if not possible.size:
+        return ledger, ["the benchmark's warm-up could not be told from the other calls, and is among them"]
+    pauses = [served[last + 1].t - served[last].t - served[last].host_us / 1e6 for last in possible]
+    warmup = {id(call) for call in served[: int(possible[int(np.argmax(pauses))]) + 1]}
+    return msgspec.structs.replace(ledger, calls=[call for call in ledger.calls if id(call) not in warmup]), []
+
+
+def price(
+    model: CostModel, ledger: Ledger, configuration: Configuration | None, setting: Setting
+) -> tuple[float, float]:
+    """Return microseconds per request for the ledger's calls, and for a call of its median image alone.
+
+    An eager call is priced as one item of the call's tokens: its attention is a little dearer so, its launches are the
+    same.
+
+    Raises:
+        WorkbenchError: an item or budget that the profile cannot price; an item above the largest budget of a model
+            whose fallback fails.
+    """
+    calls = to_workload(ledger, setting.facts)
+    median = int(np.sort(calls.tokens)[len(calls.tokens) // 2])
+    if configuration is None:
+        wall = model.eager_us(np.add.reduceat(calls.tokens, calls.offsets[:-1]), "eager_served")
+        alone = model.eager_us([median], "eager_served")
+    else:
+        resolved = resolve(configuration, setting.limits)
+        costs = model.call_costs(plan(calls.tokens, calls.offsets, resolved, calls.grids[:, 0]))
+        if setting.facts.extra.get("fallback_crashes") and not costs.replays_only.all():
+            raise WorkbenchError("an image is above the largest budget, and the model's eager fallback fails (D1)")
+        wall, alone = costs.wall_us, model.call_costs(plan([median], [0, 1], resolved)).wall_us
+    return float(wall.sum() / setting.prompts), float(alone[0])
+
+
+# In sentences ---------------------------------------------------------------------------------------------------
+
+
+def explain(bench: EngineBench) -> list[str]:
+    """Say what the arms' figures mean and why they differ, from the runs alone."""
+    done = [run for run in bench.runs if run.error is None and run.forward is not None and run.calls is not None]
+    sentences = [f"Arm {run.arm} (run {run.number}) gave nothing: {run.error}." for run in bench.runs if run.error]
+    sentences += [f"Arm {run.arm}: {finding}." for run in done for finding in run.findings]
+    for run in done:
+        sentences += _about(run, bench.prompts)
+    first = next((run for run in done if run.arm == EAGER), None)
+    seen = set()
+    for run in done:
+        if first is not None and run.arm != EAGER and run.arm not in seen:
+            seen.add(run.arm)
+            sentences += _against(first, run)
+    return sentences
+
+
+def _ms(microseconds: float) -> str:
+    return f"{microseconds / 1e3:.2f} ms"
+
+
+def _about(run: ArmRun, prompts: int) -> list[str]:
+    """What one run did."""
+    forward, calls = run.forward, run.calls
+    assert forward is not None
+    assert calls is not None
+    per_call = calls.items / calls.calls if calls.calls else 0.0
+    sentences = []
+    if forward.mean is not None and run.host_us is not None:
+        sentences.append(
+            f"{run.arm}: {calls.items:,} images met in {calls.calls:,} encoder calls, {per_call:.1f} a call; a call's "
+            f"median is {_ms(calls.host_us or 0.0)} on the host, and shared by its requests that is vLLM's mean of "
+            f"{_ms(forward.mean)} per request (the ledger's sum gives {_ms(run.host_us / prompts)})."
+        )
+    if run.budgets is not None:
+        replays = sum(row.batches for row in run.hits if row.route == "graph")
+        fill = sum(row.tokens for row in run.hits if row.route == "graph")
+        held = sum(row.batches * (row.budget or 0) for row in run.hits if row.route == "graph")
+        if calls.hits == 0:
+            sentences.append(
+                f"{run.arm}: no image went through a graph: this engine has no encoder graphs (the CPU's has none), "
+                "so the arm measures the eager encoder."
+            )
+        else:
+            sentences.append(
+                f"{run.arm}: {calls.hits:,} of {calls.items:,} images went through {replays:,} replays, "
+                f"{replays / calls.calls:.1f} a call, {fill / held:.0%} full."
+            )
+    if run.predicted_us is not None and forward.mean:
+        sentences.append(
+            f"{run.arm}: the profile gives {_ms(run.predicted_us)} per request for these calls; measured "
+            f"{_ms(forward.mean)} is {forward.mean / run.predicted_us - 1:+.0%}"
+            + ("." if run.alone_us is None else f". One image alone would take {_ms(run.alone_us)}.")
+        )
+    return sentences
+
+
+def _against(eager: ArmRun, run: ArmRun) -> list[str]:
+    """Why an arm differs from the eager one."""
+    before, after = eager.forward, run.forward
+    assert before is not None
+    assert after is not None
+    assert eager.calls is not None
+    assert run.calls is not None
+    if not before.mean or not after.mean:
+        return []
+    tails = [measure.percentiles.get("99") for measure in (before, after)]
+    sentences = [
+        f"{run.arm} against eager: {before.mean / after.mean:.2f} times as fast by vLLM's mean per request ("
+        f"{_ms(before.mean)} to {_ms(after.mean)}"
+        + (f", P99 {_ms(tails[0])} to {_ms(tails[1])}" if tails[0] and tails[1] else "")
+        + ")."
+    ]
+    if eager.alone_us and run.alone_us and run.calls.hits:
+        sentences.append(
+            f"For one image alone the profile gives {eager.alone_us / run.alone_us:.1f} times ({_ms(eager.alone_us)} "
+            f"to {_ms(run.alone_us)}): an eager call pays its launches once however many images it holds, and a "
+            f"replay holds at most {run.max_items or 'a few'} images, so a call of many images gains less."
+        )
+    shares = [summary.items / summary.calls for summary in (eager.calls, run.calls) if summary.calls]
+    if len(shares) == 2 and max(shares) > 1.25 * min(shares):
+        sentences.append(
+            f"The arms did not see the same calls: {shares[0]:.1f} images a call eagerly, {shares[1]:.1f} with "
+            f"{run.arm}, because a faster encoder lets fewer requests wait; compare sums over all calls instead."
+        )
+    return sentences
