@@ -289,11 +289,11 @@ class _CountingGraph(torch.cuda.CUDAGraph):
     last_nodes: int | None = None
 
     def capture_end(self) -> None:
-        _CountingGraph.last_nodes = _captured_nodes()
+        _CountingGraph.last_nodes = captured_nodes()
         super().capture_end()
 
 
-def _captured_nodes() -> int | None:
+def captured_nodes() -> int | None:
     """Number of nodes in the graph that the current stream is capturing; None without cuda-bindings."""
     try:
         from cuda.bindings import runtime

@@ -1,0 +1,124 @@
+"""The module map: nodes to innermost modules, joined only when counts agree, and the roofline's arithmetic."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workbench.errors import WorkbenchError
+
+torch = pytest.importorskip("torch", reason="needs an engine")
+
+from workbench.encoder.module_map import (  # noqa: E402 - needs torch
+    H200,
+    Device,
+    NodeSpan,
+    Work,
+    attention_work,
+    join,
+    linear_work,
+    ops_of,
+    owners,
+    with_roofline,
+)
+
+GEMM, NORM, CAST = "nvjet_tst_128x64", "vectorized_layer_norm_kernel", "void at::native::elementwise_kernel<x>(int)"
+SPANS = [
+    NodeSpan("vit", 0, 6),
+    NodeSpan("vit.norm", 0, 1),
+    NodeSpan("vit.attn", 1, 5),
+    NodeSpan("vit.attn.qkv", 1, 2),
+    NodeSpan("vit.attn.empty", 2, 2),
+    NodeSpan("vit.attn.proj", 4, 5),
+]
+OPS = [(NORM, 2.0), (GEMM, 10.0), (CAST, 1.0), (CAST, 1.5), (GEMM, 8.0), (CAST, 0.5), (CAST, 3.0)]
+
+
+def test_a_node_belongs_to_its_innermost_module() -> None:
+    expected = ["vit.norm", "vit.attn.qkv", "vit.attn", "vit.attn", "vit.attn.proj", "vit", ""]
+    assert owners(SPANS, 7) == expected
+    assert owners(SPANS[::-1], 7) == expected
+    rows = {row.module: row for row in join(SPANS, 7, OPS)}
+    assert list(rows) == ["vit.norm", "vit.attn.qkv", "vit.attn", "vit.attn.proj", "vit", ""]
+    assert (rows["vit.attn"].nodes, rows["vit.attn"].us) == (2, 2.5)
+    assert rows["vit.attn"].families == {"glue": (2, 2.5)}
+    assert sum(row.us for row in rows.values()) == sum(us for _, us in OPS)
+
+
+@pytest.mark.parametrize("ops", [OPS[:-1], [*OPS, (CAST, 1.0)], []])
+def test_other_counts_are_refused(ops: list[tuple[str, float]]) -> None:
+    with pytest.raises(WorkbenchError, match=rf"7 nodes and its replay shows {len(ops)} ops"):
+        join(SPANS, 7, ops)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [NodeSpan("a", 0, 3), NodeSpan("b", 2, 5)],
+        [NodeSpan("a", 3, 2)],
+        [NodeSpan("a", 0, 9)],
+        [NodeSpan("a", -1, 2)],
+    ],
+)
+def test_spans_that_cannot_be_are_refused(spans: list[NodeSpan]) -> None:
+    with pytest.raises(WorkbenchError, match="more than one stream"):
+        owners(spans, 7)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_nested_spans_give_every_node_to_the_deepest(data: st.DataObject) -> None:
+    expected: list[str] = []
+    spans: list[NodeSpan] = []
+    for module in range(data.draw(st.integers(0, 5))):
+        first = len(expected)
+        for child in range(data.draw(st.integers(0, 4))):
+            count = data.draw(st.integers(0, 3))
+            spans.append(NodeSpan(f"{module}.{child}", len(expected), len(expected) + count))
+            expected += [f"{module}.{child}"] * count + [str(module)] * data.draw(st.integers(0, 2))
+            # what follows a child is the parent's own
+        spans.append(NodeSpan(str(module), first, len(expected)))
+        expected += [""] * data.draw(st.integers(0, 1))
+    assert owners(data.draw(st.permutations(spans)), len(expected)) == expected
+
+
+def test_the_roofline_is_the_larger_of_weights_and_operations() -> None:
+    device = Device("d", bytes_per_second=1e12, flops=1e14)
+    assert Work(flops=0, weight_bytes=2_000_000).roofline_us(device) == pytest.approx(2.0)
+    assert Work(flops=10**9, weight_bytes=2_000_000).roofline_us(device) == pytest.approx(10.0)
+    linear = torch.nn.Linear(1280, 3840, dtype=torch.bfloat16)
+    work = linear_work(linear, rows=256)
+    assert work == Work(2 * 256 * 1280 * 3840, 2 * (1280 * 3840 + 3840))
+    assert linear_work(torch.nn.Sequential(linear), 256) == Work(0, 0)
+    assert attention_work([256, 64], 1280) == Work(4 * 1280 * (256**2 + 64**2), 0)
+    # All of ERNIE's weights, 1.26 GB at 4.3 TB/s: the design notes' 0.29 ms
+    assert Work(0, 1_260_000_000).roofline_us(H200) == pytest.approx(293, abs=1)
+
+
+def test_work_of_a_module_without_nodes_goes_to_the_one_around_it() -> None:
+    device = Device("d", bytes_per_second=1e12, flops=1e14)
+    rows = join(SPANS, 7, OPS)
+    work = {
+        "vit.attn.qkv": Work(10**8, 0),
+        "vit.attn.attn": Work(3 * 10**8, 0),
+        "vit.attn.attn.inner": Work(10**8, 0),
+        "vit.ln": Work(0, 10**6),
+        "other": Work(10**9, 10**9),
+    }
+    found = {row.module: row for row in with_roofline(rows, work, device)}
+    assert found["vit.attn.qkv"].roofline_us == pytest.approx(1.0)
+    assert found["vit.attn.qkv"].distance == pytest.approx(10.0)
+    assert found["vit.attn"].flops == 4 * 10**8
+    assert found["vit"].weight_bytes == 10**6
+    assert found["vit.norm"].distance is None
+    assert found[""].flops == 0
+
+
+def test_a_recorded_replay_gives_its_ops_in_order() -> None:
+    from workbench.run import recording_folder
+    from workbench.trace import read_trace
+
+    folder = recording_folder("ernie45_vl-224")
+    trace = read_trace(folder / "traces" / "graph.ranges+cuda.json.gz")
+    ops = ops_of(trace)
+    assert len(ops) == len(trace.gpu_rows())
+    assert all(us > 0 for _, us in ops)

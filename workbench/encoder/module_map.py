@@ -1,0 +1,246 @@
+"""Which module of the encoder every node of a captured graph belongs to, and how far each is from the roofline.
+
+While a region is captured, hooks note how many nodes the graph has whenever a module begins and ends: on one stream
+nodes are appended in order, so the numbers between are the module's. A traced replay gives the nodes' times in the
+same order. Where the counts differ, nothing is joined: a shifted join would be wrong everywhere.
+
+    spans, total = node_spans(capture)         # on CUDA, see `map_graph`
+    rows = join(spans, total, ops)             # ops: (kernel name, microseconds) in the order of a replay
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from workbench.capturable import MappedModule, ModuleMap
+from workbench.encoder.instruments import captured_nodes, span_modules
+from workbench.errors import WorkbenchError
+from workbench.kernels import family
+from workbench.models import ModelFacts
+from workbench.trace import Trace, read_trace
+
+Op = tuple[str, float]
+
+
+@dataclass(frozen=True)
+class NodeSpan:
+    """Nodes `first` to `last` (not included) of a graph were captured inside `module`."""
+
+    module: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Device:
+    """What bounds a device: bytes and bfloat16 operations per second."""
+
+    name: str
+    bytes_per_second: float
+    flops: float
+
+
+# Seen on this device, not its data sheet: a device-to-device copy, and a matrix product of 8192³ (design notes, 3).
+H200 = Device("NVIDIA H200", 4.3e12, 790e12)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a module must do at least: floating-point operations, and weights read once."""
+
+    flops: int
+    weight_bytes: int
+
+    def roofline_us(self, device: Device) -> float:
+        """Return the least microseconds: operations and weights overlap perfectly, activations are free."""
+        return 1e6 * max(self.flops / device.flops, self.weight_bytes / device.bytes_per_second)
+
+
+def owners(spans: Sequence[NodeSpan], total: int) -> list[str]:
+    """Return the innermost module of each node, "" where there is none.
+
+    Raises:
+        WorkbenchError: spans that lie outside the graph, end before they begin, or cross one another.
+    """
+    found = [""] * total
+    ordered = sorted(spans, key=lambda span: (span.first, -span.last, span.module.count(".")))
+    open_ends: list[int] = []
+    for span in ordered:
+        while open_ends and open_ends[-1] <= span.first:
+            open_ends.pop()
+        crosses = bool(open_ends) and span.last > open_ends[-1]
+        if not 0 <= span.first <= span.last <= total or crosses:
+            raise WorkbenchError(
+                f"module {span.module} has nodes {span.first} to {span.last} of {total}, which overlap another's; the "
+                "capture used more than one stream, so nodes cannot be told apart by their order"
+            )
+        if span.first < span.last:
+            open_ends.append(span.last)
+            found[span.first : span.last] = [span.module] * (span.last - span.first)
+    return found
+
+
+def join(spans: Sequence[NodeSpan], total: int, ops: Sequence[Op]) -> list[MappedModule]:
+    """Return one row per module that owns nodes, in the order of its first node; work and roofline are zero.
+
+    Raises:
+        WorkbenchError: the replay has another number of ops than the graph has nodes; see `owners`.
+    """
+    if len(ops) != total:
+        raise WorkbenchError(
+            f"the graph has {total} nodes and its replay shows {len(ops)} ops, so they cannot be joined by order"
+        )
+    nodes: dict[str, list[Op]] = {}
+    for module, op in zip(owners(spans, total), ops, strict=True):
+        nodes.setdefault(module, []).append(op)
+    return [
+        MappedModule(module=module, nodes=len(own), us=sum(us for _, us in own), families=_families(own))
+        for module, own in nodes.items()
+    ]
+
+
+def _families(ops: Sequence[Op]) -> dict[str, tuple[int, float]]:
+    found: dict[str, tuple[int, float]] = {}
+    for name, us in ops:
+        count, spent = found.get(family(name), (0, 0.0))
+        found[family(name)] = (count + 1, spent + us)
+    return found
+
+
+# The least work ---------------------------------------------------------------------------------------------------
+
+
+def linear_work(module: torch.nn.Module, rows: int) -> Work:
+    """Return the work of a module's own weights on `rows` rows: 2 rows in out operations per matrix."""
+    own = list(module.parameters(recurse=False))
+    flops = sum(2 * rows * weight.shape[0] * weight.shape[1] for weight in own if weight.ndim == 2)
+    return Work(flops, sum(weight.nbytes for weight in own))
+
+
+def attention_work(lengths: Sequence[int], width: int) -> Work:
+    """Return the work of attention: q k and the weighting of v, 2 width operations each per pair of rows."""
+    return Work(4 * width * sum(length * length for length in lengths), 0)
+
+
+def ernie_work(model: Any, facts: ModelFacts, lengths: Sequence[int], patches: int) -> dict[str, Work]:
+    """Return the work of each of ERNIE's modules for a graph of `patches` rows, attention over `lengths`.
+
+    The resampler's matrices see patches / merge² rows. Weights that a CPU backend has packed away count nothing.
+    """
+    tokens = patches // facts.merge**2
+    work = {
+        name: linear_work(module, tokens if name.startswith("resampler_model") else patches)
+        for name, module in model.named_modules()
+    }
+    for block in range(facts.depth):
+        work[f"vision_model.blocks.{block}.attn.attn"] = attention_work(lengths, facts.width)
+    return work
+
+
+def with_roofline(rows: Sequence[MappedModule], work: dict[str, Work], device: Device) -> list[MappedModule]:
+    """Give each row its work and roofline; a module whose inner modules own no nodes does their work too."""
+    listed = {row.module for row in rows}
+    given: dict[str, list[Work]] = {row.module: [] for row in rows}
+    for module, own in work.items():
+        name = module
+        while name and name not in listed:
+            name = name.rpartition(".")[0]
+        if name in given:
+            given[name].append(own)
+    return [
+        MappedModule(
+            module=row.module,
+            nodes=row.nodes,
+            us=row.us,
+            families=row.families,
+            flops=sum(one.flops for one in given[row.module]),
+            weight_bytes=sum(one.weight_bytes for one in given[row.module]),
+            roofline_us=sum(one.roofline_us(device) for one in given[row.module]),
+        )
+        for row in rows
+    ]
+
+
+# On CUDA ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def noting_spans(model: torch.nn.Module, parts: tuple[str, ...]) -> Iterator[list[NodeSpan]]:
+    """Yield a list of the node spans of every module that runs while the block lasts and the stream captures."""
+    found: list[NodeSpan] = []
+
+    @contextlib.contextmanager
+    def span(name: str) -> Iterator[None]:
+        first = captured_nodes()
+        yield
+        last = captured_nodes()
+        if first is not None and last is not None:
+            found.append(NodeSpan(name, first, last))
+
+    with span_modules(model, parts, span):
+        yield found
+
+
+def map_graph(
+    name: str,
+    budget: int,
+    model: Any,
+    parts: tuple[str, ...],
+    forward: Callable[[], torch.Tensor],
+    work: dict[str, Work],
+    device: Device = H200,
+) -> ModuleMap:
+    """Capture `forward` once more with hooks on its modules, trace a replay, and join the two.
+
+    Nothing is raised for a graph that cannot be mapped: `why_not` holds the reason.
+    """
+    if captured_nodes_missing():
+        return ModuleMap(name=name, budget=budget, nodes=0, why_not="cuda-bindings is not installed")
+    forward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with noting_spans(model, parts) as spans, torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        forward()
+        total = captured_nodes() or 0
+    try:
+        rows = with_roofline(join(spans, total, replayed_ops(graph.replay)), work, device)
+    except WorkbenchError as error:
+        return ModuleMap(name=name, budget=budget, nodes=total, why_not=str(error))
+    return ModuleMap(name=name, budget=budget, nodes=total, modules=rows)
+
+
+def captured_nodes_missing() -> bool:
+    """Whether there is no cuda-bindings to count nodes with."""
+    try:
+        import cuda.bindings.runtime  # noqa: F401 - only whether it imports
+    except ImportError:
+        return True
+    return False
+
+
+def replayed_ops(replay: Callable[[], None]) -> list[Op]:
+    """Trace one replay; its GPU ops in the order they began."""
+    from workbench.profiler import recording
+
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "replay.json.gz")
+        with recording(path, ["ranges", "cuda"]) as start:
+            replay()
+            torch.cuda.synchronize()
+            start()
+            replay()
+            torch.cuda.synchronize()
+        return ops_of(read_trace(path))
+
+
+def ops_of(trace: Trace) -> list[Op]:
+    """Return (name, microseconds) of the GPU ops of `trace`, in the order they began."""
+    rows = trace.gpu_rows()
+    rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
+    return [(trace.names[trace.name[row]], float(trace.duration_ns[row]) / 1e3) for row in rows]
