@@ -255,6 +255,18 @@ def group_and_batch_mm_kwargs(items: list[tuple[str, Any]]) -> Iterator[tuple[st
         yield modality, len(grids), {f"{modality}_grid_thw": Tensor(grids)}
 
 
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Let pytest hear the plugin's log, whatever an earlier test's import of vLLM made of vLLM's logger."""
+    vllm = logging.getLogger("vllm")
+    before = vllm.level, vllm.propagate
+    vllm.setLevel(logging.WARNING)
+    vllm.propagate = True
+    yield
+    vllm.setLevel(before[0])
+    vllm.propagate = before[1]
+
+
 @pytest.fixture
 def vllm_like(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Fresh classes, in a module of their own."""
