@@ -260,6 +260,14 @@ def test_the_pull_requests_budgets_crash_on_large_images() -> None:
     assert by_name["pull request and 4096"].refused is None
 
 
+def test_a_server_for_which_vllm_infers_nothing_still_gets_advice() -> None:
+    limits = Limits.of(ERNIE, max_model_len=16_384, max_num_batched_tokens=32, video_limit=0)
+    advice = advise(workload([[64], [100]]), MODEL, limits)
+    auto = advice.baselines[0]
+    assert "smallest budget 64 is above the largest" in (auto.refused or "")
+    assert advice.answer.budgets == (64, 100)
+
+
 def test_items_that_eager_encodes_faster_are_named() -> None:
     # Replays five times slower than the formula's: eager as served wins for large images.
     model = CostModel(make_profile(base=lambda b: 5 * base_us(b)))

@@ -102,7 +102,7 @@ def test_the_map_gets_no_worse_with_more_graphs(study: Study) -> None:
     for _, group in table.groupby("max items"):
         assert (np.diff(group.sort_values("graphs")["ms"]) <= 1e-9).all()
     row = table.iloc[-1]
-    budgets = tuple(map(int, row["budgets"].split(", ")))
+    budgets = tuple(map(int, row["budgets"].split(",")))
     tried = outcomes.outcome(study, Configuration(budgets, int(row["max items"])), "again")
     assert tried.candidate.objective_us == pytest.approx(1e3 * row["ms"], rel=1e-5)
     answer = advise(study.workload, MODEL).answer

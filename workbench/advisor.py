@@ -75,7 +75,8 @@ class Candidate:
     """One configuration, priced on the whole workload.
 
     Attributes:
-        configuration: as a person gives it; `budgets`, `max_items`: as vLLM resolves it.
+        configuration: as a person gives it.
+        budgets, max_items: as vLLM resolves it; none and 0 where it refuses.
         prediction: None where it cannot be served or priced, for the reason in `refused`.
         objective_us: what is minimised.
         waste: padding waste of its replays; None without a replay.
@@ -214,7 +215,8 @@ def advise(
             that has graphs for images only.
     """
     study = open_study(workload, model, limits, objective, constraints)
-    starts = [(candidate.budgets, candidate.max_items) for candidate in study.baselines()]
+    baselines = study.baselines()
+    starts = [(candidate.budgets, candidate.max_items) for candidate in baselines if candidate.budgets]
     found = find(study.space, starts, seed=seed, progress=progress)
     progress("explaining the answer", 0.95)
     configuration = study.with_frames(found.budgets, found.max_items)
@@ -230,7 +232,7 @@ def advise(
         answer=answer,
         exact=found.exact,
         bound_us=study.space.bound(),
-        baselines=tuple(study.baselines()),
+        baselines=tuple(baselines),
         reasons=tuple(_reasons(study, plan, answer)),
         eager_faster=tuple(_eager_faster(study, plan.resolved)),
         findings=lint(study.facts, configuration, study.limits, study.workload).findings,
@@ -366,7 +368,14 @@ class Study:
         if self.space.covers and largest > PULL_REQUEST_BUDGETS[-1]:
             covering = Configuration((*PULL_REQUEST_BUDGETS, largest), PULL_REQUEST_ITEMS)
             named[f"pull request and {largest}"] = covering
-        return [self.candidate(name, configuration) for name, configuration in named.items()]
+        return [self._baseline(name, configuration) for name, configuration in named.items()]
+
+    def _baseline(self, name: str, configuration: Configuration) -> Candidate:
+        """Price a configuration that vLLM may refuse for this server."""
+        try:
+            return self.candidate(name, configuration)
+        except WorkbenchError as error:
+            return Candidate(name, configuration, (), 0, None, None, None, None, None, refused=str(error))
 
 
 def _if_known(price: Callable[[tuple[int, ...]], T], budgets: tuple[int, ...]) -> T | None:

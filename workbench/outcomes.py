@@ -10,7 +10,7 @@ Times are predicted by `workbench.costs` where a table does not say "measured"; 
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,6 +96,11 @@ def measured(model: str) -> Measured:
     beside = [path.with_name(name) for name in (HELD_OUT, VALIDATION)]
     held_out, validated = (read_comparisons(file) if file.is_file() else None for file in beside)
     return Measured(CostModel(read_profile(path, model)), held_out, validated)
+
+
+def listed(budgets: Iterable[int]) -> str:
+    """Budgets as one word, which a table does not break."""
+    return ",".join(map(str, budgets))
 
 
 def _table(rows: Sequence[Mapping[str, object]] | Mapping[str, object]) -> pd.DataFrame:
@@ -245,7 +250,7 @@ def summary(tried: Sequence[Outcome | Candidate]) -> pd.DataFrame:
                 "waste": candidate.waste,
                 "memory MiB": None if memory is None else memory / MIB,
                 "capture s": candidate.capture_seconds,
-                "budgets": ", ".join(map(str, candidate.budgets)),
+                "budgets": listed(candidate.budgets),
                 "refused": candidate.refused or "",
             }
         )
@@ -309,7 +314,7 @@ def graphs_by_items(study: Study, items: Sequence[int] = ITEMS) -> pd.DataFrame:
     rows = []
     for (graphs, max_items), (budgets, _) in sorted(found.items()):
         value = study.space.score((budgets, max_items), study.space.queues)[0]
-        row = {"graphs": graphs, "max items": max_items, "ms": value / 1e3, "budgets": ", ".join(map(str, budgets))}
+        row = {"graphs": graphs, "max items": max_items, "ms": value / 1e3, "budgets": listed(budgets)}
         rows.append(row)
     if not rows:
         raise WorkbenchError("no configuration meets the constraints, so there is no map; allow more")
@@ -330,7 +335,7 @@ def reasons(advice: Advice) -> pd.DataFrame:
                 "commonest batch": " + ".join(map(str, reason.common[:8]))
                 + (" + ..." if len(reason.common) > 8 else ""),
                 "its share": reason.common_share,
-                "slower without": reason.without,
+                "slower without, %": None if reason.without is None else 100 * reason.without,
             }
             for reason in advice.reasons
         ]
@@ -363,7 +368,7 @@ def held_out(model: CostModel, comparisons: Comparisons) -> pd.DataFrame:
             {
                 "workload": row.workload,
                 "configuration": row.configuration,
-                "budgets": ", ".join(map(str, row.budgets)),
+                "budgets": listed(row.budgets),
                 "max items": row.max_items,
                 "calls": row.calls,
                 "measured ms": row.measured_mean_us / 1e3,
@@ -492,7 +497,7 @@ def _planned(timing: ConfigurationTiming) -> dict[str, object]:
     return {
         "graphs": len(timing.budgets),
         "max items": timing.max_items,
-        "budgets": ", ".join(map(str, timing.budgets)),
+        "budgets": listed(timing.budgets),
         "replays per call": float((~made.fallback).sum() / max(len(calls), 1)),
         "waste": 1 - int(made.tokens[~made.fallback].sum()) / replayed if replayed else None,
         "capture s": sum(cost.seconds for cost in timing.capture),
