@@ -1,5 +1,6 @@
 """The `workbench` command. Exit codes: 0 done, 1 found something, 2 bad input."""
 
+import errno
 import sys
 from importlib import import_module
 
@@ -25,6 +26,8 @@ GROUPS: tuple[str, ...] = (
     "engine_bench",
 )
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # wherever a command writes: disk, quota, largest file
+
 app = typer.Typer(
     name="workbench",
     no_args_is_help=True,
@@ -48,4 +51,12 @@ def main() -> None:
         app()
     except WorkbenchError as error:
         print(f"workbench: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print(f"workbench: cannot write: {error.strerror}; free some room and run this again", file=sys.stderr)
+        sys.exit(2)
+    except MemoryError:
+        print("workbench: this does not fit into memory; give less at once, or use a larger machine", file=sys.stderr)
         sys.exit(2)

@@ -3,31 +3,19 @@
 Arrays are int64 and contiguous; a *queue* is a slice of the items in packing order (see `workbench.planner`).
 """
 
-from collections.abc import Callable
-from typing import TypeVar
-
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from workbench.compiled import compiled
+
 Ints = npt.NDArray[np.int64]
-F = TypeVar("F", bound=Callable[..., object])
 
 # Below this many items an insertion sort beats a radix sort, whose histogram has 256 counters.
 _SHORT = 32
 _DIGIT_BITS = 8
 
 
-def _compiled(function: F) -> F:
-    """Compile on first use and keep the machine code on disk, where some folder can be written."""
-    try:
-        compiled: F = numba.njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # numba finds neither the package's folder nor the user's cache writable
-        compiled = numba.njit(nogil=True)(function)
-    return compiled
-
-
-@_compiled
+@compiled
 def _sort_short(keys: Ints, items: Ints, start: int, stop: int) -> None:
     for i in range(start + 1, stop):
         key = keys[i]
@@ -41,7 +29,7 @@ def _sort_short(keys: Ints, items: Ints, start: int, stop: int) -> None:
         items[j + 1] = item
 
 
-@_compiled
+@compiled
 def _largest_unless_sorted(keys: Ints, start: int, stop: int) -> int:
     """Return the largest key, or -1 when the keys are in order already."""
     largest = keys[start]
@@ -53,7 +41,7 @@ def _largest_unless_sorted(keys: Ints, start: int, stop: int) -> int:
     return -1 if in_order else largest
 
 
-@_compiled
+@compiled
 def _sort(keys: Ints, items: Ints, start: int, stop: int, spare_keys: Ints, spare_items: Ints) -> None:
     """Sort `keys[start:stop]` (not negative) ascending and stable, in place, `items` along with them.
 
@@ -86,7 +74,7 @@ def _sort(keys: Ints, items: Ints, start: int, stop: int, spare_keys: Ints, spar
         shift += _DIGIT_BITS
 
 
-@_compiled
+@compiled
 def _longest(offsets: Ints) -> int:
     longest = 0
     for call in range(len(offsets) - 1):
@@ -94,7 +82,7 @@ def _longest(offsets: Ints) -> int:
     return longest
 
 
-@_compiled
+@compiled
 def sort_calls(tokens: Ints, offsets: Ints, sorted_tokens: Ints, items: Ints) -> None:
     """Fill `sorted_tokens` and `items` (workload indices) call by call: ascending, stable."""
     longest = _longest(offsets)
@@ -108,7 +96,7 @@ def sort_calls(tokens: Ints, offsets: Ints, sorted_tokens: Ints, items: Ints) ->
             _sort(sorted_tokens, items, start, stop, spare_keys, spare_items)
 
 
-@_compiled
+@compiled
 def _deal(sizes: Ints, dealt: Ints, load: Ints, fill: Ints, owner: Ints) -> None:
     """Give each item of `dealt`, in order, to the rank with the least load, the lowest among equals.
 
@@ -128,7 +116,7 @@ def _deal(sizes: Ints, dealt: Ints, load: Ints, fill: Ints, owner: Ints) -> None
         fill[rank + 1] += fill[rank]
 
 
-@_compiled
+@compiled
 def share_calls(
     tokens: Ints, sizes: Ints, offsets: Ints, ranks: int, sorted_tokens: Ints, items: Ints, first: Ints
 ) -> None:
@@ -161,7 +149,7 @@ def share_calls(
             _sort(sorted_tokens, items, first[queue], first[queue + 1], spare_keys, spare_items)
 
 
-@_compiled
+@compiled
 def _fit(budgets: Ints, low: int, tokens: int) -> int:
     """Return the first index >= `low` whose budget is >= `tokens`, len(budgets) when none is."""
     high = len(budgets)
@@ -174,7 +162,7 @@ def _fit(budgets: Ints, low: int, tokens: int) -> int:
     return low
 
 
-@_compiled
+@compiled
 def _next_batch(tokens: Ints, start: int, stop: int, budgets: Ints, max_items: int) -> tuple[int, int, int]:
     """Return (end, tokens, budget index) of the batch from `start`; the index is len(budgets) if none fits.
 
@@ -204,7 +192,7 @@ def _next_batch(tokens: Ints, start: int, stop: int, budgets: Ints, max_items: i
     return end, total, index
 
 
-@_compiled
+@compiled
 def pack_queues(
     tokens: Ints,
     first: Ints,
@@ -237,7 +225,7 @@ def pack_queues(
     return batch
 
 
-@_compiled
+@compiled
 def sum_queues(
     tokens: Ints,
     frames: Ints,

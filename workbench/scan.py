@@ -16,8 +16,9 @@ Rules for odd input, so that no file can crash or stall it:
 from enum import IntEnum
 
 import numpy as np
-from numba import njit  # type: ignore[import-untyped, unused-ignore]
 from numpy.typing import NDArray
+
+from workbench.compiled import compiled
 
 MAX_DEPTH = 60
 MAX_TIME_NS = 2**61  # about year 2043 as an epoch; sums with a duration stay inside int64
@@ -107,7 +108,7 @@ _SPACE_OR_COMMA = _bytes_in(b" \t\r\n,")
 _WORD = _bytes_in(b"+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _find(table, value):  # type: ignore[no-untyped-def]
     """Place of `value` in a short `table`; -1: not there."""
     for i in range(table.size):
@@ -116,7 +117,7 @@ def _find(table, value):  # type: ignore[no-untyped-def]
     return -1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _skip(table, text, position):  # type: ignore[no-untyped-def]
     """First position whose byte is not in `table`."""
     while table[text[position]]:
@@ -124,13 +125,13 @@ def _skip(table, text, position):  # type: ignore[no-untyped-def]
     return position
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def skip_space(text, position):  # type: ignore[no-untyped-def]
     """First position that is not white space; the padding ends every run."""
     return _skip(_SPACE, text, position)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _skip_string(text, position, end):  # type: ignore[no-untyped-def]
     """From after an opening quote to after the closing one, or `_ENDS`."""
     while True:
@@ -145,7 +146,7 @@ def _skip_string(text, position, end):  # type: ignore[no-untyped-def]
             return _ENDS
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _hash_string(text, position, end, basis):  # type: ignore[no-untyped-def]
     """Like `_skip_string`, with the hash of the text between the quotes."""
     value = basis
@@ -166,7 +167,7 @@ def _hash_string(text, position, end, basis):  # type: ignore[no-untyped-def]
         position += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _skip_nested(text, position, end):  # type: ignore[no-untyped-def]
     """From an opening bracket to after its closing one, `_ENDS` or `_WRONG`."""
     depth = 0
@@ -195,7 +196,7 @@ def _skip_nested(text, position, end):  # type: ignore[no-untyped-def]
             return _ENDS
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def skip_value(text, position, end):  # type: ignore[no-untyped-def]
     """Position after the JSON value at `position`; -1: the text ends before, -2: malformed."""
     first = text[position]
@@ -209,7 +210,7 @@ def skip_value(text, position, end):  # type: ignore[no-untyped-def]
     return after if after > position else _WRONG
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _digits(text, position, value, lost):  # type: ignore[no-untyped-def]
     """Append the digits at `position` to `value`: (value, position after, digits that did not fit)."""
     while _ZERO <= text[position] <= _NINE:
@@ -221,7 +222,7 @@ def _digits(text, position, value, lost):  # type: ignore[no-untyped-def]
     return value, position, lost
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _power(text, position):  # type: ignore[no-untyped-def]
     """The power of ten in `e+3`, (0, position) without one."""
     if text[position] != _SMALL_E and text[position] != _LARGE_E:
@@ -235,7 +236,7 @@ def _power(text, position):  # type: ignore[no-untyped-def]
     return (-value if negative else value), position
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _scaled(value, exponent):  # type: ignore[no-untyped-def]
     """`value` times 10**exponent, halves rounded up: (result, fits)."""
     if value == 0 or exponent < -18:  # 10**19 does not fit; half of it does
@@ -253,7 +254,7 @@ def _scaled(value, exponent):  # type: ignore[no-untyped-def]
     return value // divisor + (1 if rest >= divisor - rest else 0), True
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _decimal(text, position, scale):  # type: ignore[no-untyped-def]
     """The number at `position` times 10**scale as an integer: (value, position after, good).
 
@@ -274,7 +275,7 @@ def _decimal(text, position, scale):  # type: ignore[no-untyped-def]
     return (-value if first > position else value), after, good
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _key(text, position, end):  # type: ignore[no-untyped-def]
     """Read `"key":` and the space around it: (position of the value, hash of the key).
 
@@ -295,7 +296,7 @@ def _key(text, position, end):  # type: ignore[no-untyped-def]
     return (_ENDS if position >= end else position), value
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _number(text, position, end, scale, row, field, otherwise):  # type: ignore[no-untyped-def]
     """Read a number into row[field], `otherwise` when the value is none; position after, or negative."""
     number, after, good = _decimal(text, position, scale)
@@ -305,7 +306,7 @@ def _number(text, position, end, scale, row, field, otherwise):  # type: ignore[
     return after if after < end else _ENDS
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _arguments(text, position, end, row):  # type: ignore[no-untyped-def]
     """Read the numbers of an `args` value into `row`; position after it, or negative."""
     for field in range(_DEVICE, _BYTES + 1):
@@ -326,7 +327,7 @@ def _arguments(text, position, end, row):  # type: ignore[no-untyped-def]
             return position
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _text_member(text, position, end, which, row, spans, values, basis):  # type: ignore[no-untyped-def]
     """Read one of the first five members: its span and hash, or the number that stands for an id."""
     spans[which, 0] = spans[which, 1] = 0
@@ -342,7 +343,7 @@ def _text_member(text, position, end, which, row, spans, values, basis):  # type
     return skip_value(text, position, end)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _event(text, position, end, row, spans, values, basis):  # type: ignore[no-untyped-def]
     """Read the event whose brace is at `position`; position after it, or negative."""
     row[:] = MISSING
@@ -368,19 +369,19 @@ def _event(text, position, end, row, spans, values, basis):  # type: ignore[no-u
             return position
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _complete(text, spans):  # type: ignore[no-untyped-def]
     """Is the phase "X"."""
     return spans[_IS_PH, 1] - spans[_IS_PH, 0] == 1 and text[spans[_IS_PH, 0]] == _LARGE_X
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _usable(row):  # type: ignore[no-untyped-def]
     """Are both times within bounds."""
     return -MAX_TIME_NS <= row[_START] <= MAX_TIME_NS and 0 <= row[_DURATION] <= MAX_DURATION_NS
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _intern(text, which, spans, values, state, names, slots, hashes, arena):  # type: ignore[no-untyped-def]
     """Number of the text of one member, adding it when new. Hash and length identify a text."""
     start = spans[which, 0]
@@ -405,7 +406,7 @@ def _intern(text, which, spans, values, state, names, slots, hashes, arena):  # 
     return number
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _store(text, row, spans, values, state, out, names, slots, hashes, arena):  # type: ignore[no-untyped-def]
     """Append a kept event to the output."""
     row[_NAME] = _intern(text, _IS_NAME, spans, values, state, names, slots, hashes, arena)
@@ -419,14 +420,14 @@ def _store(text, row, spans, values, state, out, names, slots, hashes, arena):  
     state[_COUNT] = at + 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _full(state, out, slots, arena, room):  # type: ignore[no-untyped-def]
     """Is there no place for another event with `room` bytes of text."""
     names = 2 * (state[_NAMES] + 3) > slots.size
     return names or state[_COUNT] >= out.shape[1] or state[_TEXT] + room > arena.size
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def scan(  # type: ignore[no-untyped-def]
     text, end, state, out, keep, seen, categories, codes, names, slots, hashes, arena, basis
 ):
@@ -509,7 +510,7 @@ class NameTable:
         return [data[self.names[i] : self.names[i + 1]] for i in range(count)]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _reinsert(numbers, values, slots, hashes):  # type: ignore[no-untyped-def]
     mask = np.uint64(slots.size - 1)
     for i in range(numbers.size):

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from workbench.packing import _compiled, _next_batch
+from workbench.compiled import compiled
+from workbench.packing import _next_batch
 from workbench.planner import Arrangement
 
 Ints = npt.NDArray[np.int64]
@@ -117,7 +118,7 @@ def price(queues: Queues, tables: Tables, budgets: Ints, max_items: int) -> Floa
     return costs
 
 
-@_compiled
+@compiled
 def _price(
     tokens: Ints,
     squares: Floats,
@@ -158,7 +159,7 @@ def batches(queues: Queues, budgets: Ints, max_items: int) -> tuple[Ints, Ints, 
     return tokens[:count], index[:count], area[:count], weight[:count]
 
 
-@_compiled
+@compiled
 def _batches(
     tokens: Ints,
     squares: Floats,
@@ -207,7 +208,7 @@ def _cheapest_from(table: Floats) -> Floats:
     return np.minimum.accumulate(table[::-1])[::-1]
 
 
-@_compiled
+@compiled
 def _bound(
     tokens: Ints,
     squares: Floats,
@@ -287,7 +288,7 @@ def choose_budgets(
     return chosen
 
 
-@_compiled
+@compiled
 def _program(load: Floats, area: Floats, base: Floats, slope: Floats, count: int) -> tuple[Floats, Ints]:
     """Return [count, M] the least cost of batches up to candidate j with k + 1 budgets, the last j, and its choice."""
     size = len(load)
@@ -314,7 +315,7 @@ def run_sums(queues: Queues, max_items: int, largest: int) -> Ints:
     return np.flatnonzero(seen)
 
 
-@_compiled
+@compiled
 def _runs(tokens: Ints, first: Ints, max_items: int, seen: npt.NDArray[np.bool_]) -> None:
     for queue in range(len(first) - 1):
         for start in range(first[queue], first[queue + 1]):

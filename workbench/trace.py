@@ -183,14 +183,19 @@ def read_trace(path: Path, *, python: bool = False) -> Trace:
         python: keep `python_function` events.
 
     Raises:
-        WorkbenchError: missing, empty, damaged, not JSON, or no Kineto trace. A file cut in the
-            middle is read up to its last whole event, with a warning.
+        WorkbenchError: missing, empty, damaged, not JSON, no Kineto trace, or more events than fit into
+            memory. A file cut in the middle is read up to its last whole event, with a warning.
     """
     try:
         with path.open("rb") as handle:
             return _Reader(path.name, _Pieces(path, handle), python).read()
     except OSError as error:
         raise WorkbenchError(f"cannot read {path}: {error.strerror or error}; give the path of a trace file") from error
+    except MemoryError:
+        raise WorkbenchError(
+            f"the events of {path} do not fit into memory (about 100 bytes each); trace fewer calls, or read it on a "
+            "larger machine"
+        ) from None
 
 
 def read_traces(paths: Sequence[Path], *, python: bool = False, workers: int = 2) -> list[Trace]:
