@@ -196,31 +196,37 @@ def timeline(explained: Traced, occurrence: int = 0) -> pd.DataFrame:
     Columns: lane ("host", "CUDA calls", "GPU"), name, group (phase, kind of call, or kernel family), start_us from the
     start of the window, duration_us.
     """
-    trace, window = explained.trace, _window(explained, occurrence)
-    start, stop = window
-    rows: list[dict[str, object]] = []
+    trace, (start, stop) = explained.trace, _window(explained, occurrence)
+    tables = []
     for lane, categories in (
         ("host", (Category.USER_ANNOTATION,)),
         ("CUDA calls", (Category.RUNTIME, Category.DRIVER)),
         ("GPU", (Category.KERNEL, Category.MEMCPY, Category.MEMSET)),
     ):
-        selected = trace.rows(*categories)
-        inside = selected[(trace.start_ns[selected] >= start) & (trace.start_ns[selected] < stop)]
-        for row in inside[np.argsort(trace.start_ns[inside], kind="stable")].tolist():
-            name = trace.names[trace.name[row]]
-            group = name if lane == "host" else _call_group(name) if lane == "CUDA calls" else family(name)
-            if lane == "host" and ("." in name or "#" in name):
-                continue  # the window itself, and single modules: too fine for this picture
-            rows.append(
+        rows = trace.rows(*categories)
+        rows = rows[(trace.start_ns[rows] >= start) & (trace.start_ns[rows] < stop)]
+        rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
+        kinds, kind = np.unique(trace.name[rows], return_inverse=True)
+        names = [trace.names[one] for one in kinds.tolist()]
+        if lane == "host":  # the window itself, and single modules, are too fine for this picture
+            wanted = np.array(["." not in name and "#" not in name for name in names], np.bool_)[kind]
+            rows, kind = rows[wanted], kind[wanted]
+        groups = [
+            name if lane == "host" else _call_group(name) if lane == "CUDA calls" else family(name) for name in names
+        ]
+        shown = names if lane == "host" else [short_name(name) for name in names]
+        tables.append(
+            pd.DataFrame(
                 {
                     "lane": lane,
-                    "name": name if lane == "host" else short_name(name),
-                    "group": group,
-                    "start_us": float(trace.start_ns[row] - start) / 1e3,
-                    "duration_us": float(trace.duration_ns[row]) / 1e3,
+                    "name": np.array(shown, object)[kind],
+                    "group": np.array(groups, object)[kind],
+                    "start_us": (trace.start_ns[rows] - start) / 1e3,
+                    "duration_us": trace.duration_ns[rows] / 1e3,
                 }
             )
-    return pd.DataFrame(rows, columns=["lane", "name", "group", "start_us", "duration_us"])
+        )
+    return pd.concat(tables, ignore_index=True)
 
 
 def _window(explained: Traced, occurrence: int) -> tuple[int, int]:

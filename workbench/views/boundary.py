@@ -4,6 +4,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from workbench.detail import level_of_detail
 from workbench.run import ARM_TITLES
 from workbench.views.theme import ARM_COLORS, BLACK, BLUE, GREEN, MUTED, ORANGE, PURPLE, SKY, VERMILION
 
@@ -34,6 +35,7 @@ _GROUP_COLORS = {
     "clone": PURPLE,
     "item_specs": MUTED,
 }
+_MOST_SPANS, _PIXELS = 20_000, 2000  # of one arm; a screen is about as wide
 _LANES = ("GPU", "CUDA calls", "host")
 _BELOW = {"orientation": "h", "x": 0, "y": -0.28, "yanchor": "top"}  # a legend of several rows would hide the title
 
@@ -85,13 +87,15 @@ def timelines(tables: dict[str, pd.DataFrame]) -> go.Figure:
     """Host phases, CUDA calls and GPU ops of one call per arm, on one time axis.
 
     Args:
-        tables: from `explain.timeline`, by the arm's title.
+        tables: from `explain.timeline`, by the arm's title. One of more than `_MOST_SPANS` is drawn at the detail
+            that `_PIXELS` across the window can show.
     """
     figure = make_subplots(
         rows=len(tables), cols=1, shared_xaxes=True, vertical_spacing=0.12, subplot_titles=list(tables)
     )
     shown: set[str] = set()
-    for number, table in enumerate(tables.values(), 1):
+    for number, whole in enumerate(tables.values(), 1):
+        table = level_of_detail(whole, _PIXELS) if len(whole) > _MOST_SPANS else whole
         for group, rows in table.groupby("group", sort=False):
             figure.add_bar(
                 y=rows["lane"],
