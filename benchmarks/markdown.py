@@ -87,6 +87,37 @@ def planner(result: Result) -> tuple[str, str]:
     return f"Planner: million items per CPU second, {result['rows'][0]['items']:,} items", table(heads, rows)
 
 
+def sweep(result: Result) -> tuple[str, str]:
+    """Seconds of a whole sweep by workers."""
+    work = result["items"] * result["configurations"]
+    rows = [
+        (
+            str(row["workers"]),
+            f"{row['wall_s']:.2f}",
+            f"{row['cpu_s']:.2f}",
+            f"{work / row['cpu_s'] / 1e6:.0f}",
+            f"{row['peak_bytes'] / MIB:,.0f}",
+        )
+        for row in result["rows"]
+    ]
+    heads = ("cores", "wall s", "CPU s", "million items per CPU second", "peak MiB")
+    title = f"Sweep of the planner: {result['items']:,} items, {result['configurations']} configurations"
+    return title, table(heads, rows)
+
+
+def figures(result: Result) -> tuple[str, str]:
+    """The large timeline."""
+    row = (
+        f"{result['spans']:,}",
+        f"{result['drawn']:,}",
+        f"{result['wall_s']:.1f}",
+        f"{result['cpu_s']:.1f}",
+        f"{result['html_bytes'] / 1e6:.1f}",
+    )
+    heads = ("spans", "drawn", "wall s", "CPU s", "HTML with plotly.js, MB")
+    return "Timeline as a figure", table(heads, [row])
+
+
 def advisor(result: Result) -> tuple[str, str]:
     """Seconds per answer."""
     rows = [
@@ -114,6 +145,9 @@ SECTIONS: dict[str, Callable[[Result], tuple[str, str]]] = {
     "trace_reader": trace_reader,
     "trace_reader_full": trace_reader,
     "planner": planner,
+    "sweep": sweep,
+    "sweep_full": sweep,
     "advisor": advisor,
+    "figures": figures,
     "ledger": ledger,
 }
