@@ -165,7 +165,7 @@ def test_the_warm_up_is_what_a_pause_follows() -> None:
     ("options", "message"),
     [
         ({"setting": Setting(workload="nothing")}, "unknown workload"),
-        ({"setting": Setting(workload="glm-image")}, "not ernie45_vl"),
+        ({"setting": Setting(workload="glm-video")}, "takes no video"),
         ({"setting": Setting(prompts=0)}, "at least 1"),
         ({"arms": {}}, "no arm"),
         ({"arms": {"eager": None, "best": None}}, "needs a cost profile"),

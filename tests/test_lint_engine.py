@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 
 pytest.importorskip("vllm", reason="the engine is not installed")
 
-WIDTHS = {"ernie45_vl": 160, "glm4_1v": 256}
+WIDTHS = {"ernie45_vl": 160, "glm4_1v": 256, "qwen2_5_vl": 160, "qwen3_vl": 144}
 
 
 @pytest.fixture(scope="module", params=sorted(WIDTHS))
@@ -60,7 +60,8 @@ def test_shapes(session: Any, budgets: tuple[int, ...], items: int, frames: int 
         found = {buffer.name: (buffer.shape, buffer.dtype) for buffer in capture.inputs}
         assert found == {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in real.items()}
         assert sum(buffer.bytes for buffer in capture.inputs) == sum(t.nbytes for t in real.values())
-        assert capture.max_seqlen == int(real["max_seqlen"])
+        longest = "max_seqlen_full" if session.facts.key == "qwen2_5_vl" else "max_seqlen"
+        assert capture.max_seqlen == int(real[longest])
         assert capture.sequence_slots == len(real["cu_seqlens"]) - 1
         assert capture.patches == int(real["cu_seqlens"].max())
         check_output(session, capture, real)
@@ -92,7 +93,9 @@ def test_zeroed_tails_are_those_of_the_real_buffers(session: Any, items: int, fr
             replay = session.model.prepare_encoder_cudagraph_replay_buffers(
                 inputs.mm_kwargs, items, resolved.max_frames
             ).values
-        zeroed = len(captured["cu_seqlens"]) - len(replay["cu_seqlens"])
+        repeats = "cu_seqlens" in session.model.get_encoder_cudagraph_config().padding_logics
+        assert repeats == bool(session.facts.extra.get("repeats_last_offset"))
+        zeroed = 0 if repeats else len(captured["cu_seqlens"]) - len(replay["cu_seqlens"])
         findings = [
             finding.evidence["zeroed"]
             for finding in lint(session.facts, configuration).findings
@@ -145,10 +148,13 @@ def test_facts_agree_with_the_real_budget_range(session: Any) -> None:
     from types import SimpleNamespace
 
     config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192), model_config=SimpleNamespace(max_model_len=4096)
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+        model_config=session.model.model_config
+        if session.facts.frames_shared
+        else SimpleNamespace(max_model_len=16_384),
     )
     facts = model_facts(session.facts.key)
-    assert session.model.get_encoder_cudagraph_budget_range(config) == (facts.min_budget, 4096)
+    assert session.model.get_encoder_cudagraph_budget_range(config) == (facts.min_budget, 8192)
     graphs = session.model.get_encoder_cudagraph_config()
     assert tuple(graphs.modalities) == facts.graph_modalities
     assert graphs.max_frames_per_video == facts.max_frames_per_video

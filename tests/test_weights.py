@@ -46,6 +46,15 @@ def encoder_tensors(options: SessionOptions) -> Tensors:
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.parametrize(("key", "width"), [("qwen2_5_vl", 160), ("qwen3_vl", 144)])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_parameters_are_counted_before_anything_is_built(key: str, width: int, depth: int) -> None:
+    tensors = encoder_tensors(SessionOptions(model=key, depth=depth, width=width))
+    norms = [tensor for name, tensor in tensors.items() if name.endswith(("norm.weight", "ln_q.weight"))]
+    assert norms
+    assert all(bool((tensor == 1).all()) for tensor in norms)  # a norm of zeros would hide everything before it
+
+
 def ernie_hub_names(tensors: Tensors) -> Tensors:
     """As in the published ERNIE-4.5-VL folders: the resampler lies under the language model, in `Sequential`s."""
     hub: Tensors = {}

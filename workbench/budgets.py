@@ -77,8 +77,9 @@ class Limits:
     @classmethod
     def of(cls, facts: ModelFacts, **given: int | None) -> "Limits":
         """Return the limits of a server of `facts`; `given` values that are not None replace the model's."""
-        known = {"min_budget": facts.min_budget, "max_frames_per_video": facts.max_frames_per_video}
-        return cls(**known | {name: value for name, value in given.items() if value is not None})
+        known = {name: value for name, value in given.items() if value is not None}
+        frames = facts.frames_per_video(known.get("video_limit", DEFAULT_VIDEO_LIMIT))
+        return cls(**{"min_budget": facts.min_budget, "max_frames_per_video": frames} | known)
 
     @property
     def max_budget(self) -> int | None:

@@ -55,6 +55,7 @@ from workbench.models import ModelFacts, model_facts
 from workbench.planner import plan
 from workbench.presets import PRESETS, Preset
 from workbench.progress import Progress, silent
+from workbench.random_mm import modality
 from workbench.run import Environment, Record
 
 SCHEMA_VERSION = 1
@@ -123,15 +124,14 @@ class Setting:
         """The workload's.
 
         Raises:
-            WorkbenchError: no such preset, or one for other models.
+            WorkbenchError: no such preset, or one of a modality that the model does not take.
         """
         if self.workload not in PRESETS:
             raise WorkbenchError(f"unknown workload {self.workload!r}; the presets are {', '.join(PRESETS)}")
         preset = PRESETS[self.workload]
-        if self.model not in preset.models:
-            raise WorkbenchError(
-                f"the workload {self.workload} is for {' and '.join(preset.models)}, not {self.model}; choose another"
-            )
+        missing = {modality(bucket) for bucket in preset.recipe.buckets} - set(self.facts.limits)
+        if missing:
+            raise WorkbenchError(f"{self.facts.title} takes no {missing.pop()} here; choose another workload")
         return preset
 
     @property

@@ -344,7 +344,7 @@ def _max_seqlen(subject: Subject) -> Iterator[Found]:
 @_rule("zeroed-sequence-tail", "error", "replays whose sequence buffer is zeroed at the tail (D6)")
 def _zeroed_tail(subject: Subject) -> Iterator[Found]:
     resolved = subject.resolved
-    if resolved is None or subject.facts.sequences != "frame":
+    if resolved is None or subject.facts.sequences != "frame" or subject.facts.extra.get("repeats_last_offset"):
         return
     items, frames = resolved.max_items, resolved.max_frames
     evidence: dict[str, int | float | list[int]] = {"max_items": items, "max_frames": frames}

@@ -40,6 +40,7 @@ class ModelFacts:
         architecture: vLLM's model class.
         min_budget: smallest auto-inferred token budget (vLLM's `get_encoder_cudagraph_budget_range`).
         max_frames_per_video: frames the manager assumes per video when the user sets none; vLLM's default is 1.
+        frames_shared: the model's class divides these frames by the videos allowed per prompt (`frames_per_video`).
         graph_modalities: modalities vLLM captures graphs for.
         sequences: what one `cu_seqlens` entry of an image or video is: the item or a frame.
     """
@@ -60,6 +61,7 @@ class ModelFacts:
     limits: dict[Modality, SizeLimits]
     sequences: Literal["item", "frame"]
     max_frames_per_video: int = 1
+    frames_shared: bool = False
     extra: dict[str, int | float | bool] = field(default_factory=dict)
 
     @property
@@ -70,6 +72,15 @@ class ModelFacts:
     def tokens(self, grid: tuple[int, int, int]) -> int:
         """Output tokens of a (t, h, w) patch grid: t * h * w / merge squared."""
         return math.prod(grid) // self.merge**2
+
+    def frames_per_video(self, video_limit: int) -> int:
+        """Frames the manager assumes per video of a server that allows `video_limit` videos per prompt.
+
+        Where they are shared this is the most: vLLM lowers it further when a video of so many frames and of the largest
+        size has more tokens than `--max-model-len`.
+        """
+        shared = max(video_limit, 1) if self.frames_shared else 1
+        return max(self.max_frames_per_video // shared, 1)
 
 
 _ERNIE45_VL = ModelFacts(
@@ -88,7 +99,7 @@ _ERNIE45_VL = ModelFacts(
     graph_modalities=("image",),
     limits={"image": SizeLimits(min_pixels=3_136, max_pixels=4_842_768)},
     sequences="item",
-    extra={"use_temporal_conv": True, "temporal_merge": 2, "fallback_crashes": True},
+    extra={"use_temporal_conv": True, "temporal_merge": 2, "fallback_crashes": True, "single_rank": True},
 )
 _GLM4_1V = ModelFacts(
     key="glm4_1v",
@@ -113,7 +124,56 @@ _GLM4_1V = ModelFacts(
     extra={"rotary_positions": 8192},
 )
 
-MODELS: dict[str, ModelFacts] = {facts.key: facts for facts in (_ERNIE45_VL, _GLM4_1V)}
+# The 7B model's.
+_QWEN2_5_VL = ModelFacts(
+    key="qwen2_5_vl",
+    title="Qwen2.5-VL",
+    architecture="Qwen2_5_VLForConditionalGeneration",
+    depth=32,
+    width=1280,
+    heads=16,
+    mlp_width=3420,
+    out_width=3584,
+    patch=14,
+    temporal_patch=2,
+    merge=2,
+    min_budget=64,
+    graph_modalities=("image", "video"),
+    limits={
+        "image": SizeLimits(min_pixels=3_136, max_pixels=12_845_056),
+        "video": SizeLimits(min_pixels=3_136, max_pixels=12_845_056),
+    },
+    sequences="frame",
+    max_frames_per_video=14,
+    frames_shared=True,
+    extra={"rotary_positions": 8192, "window": 112, "repeats_last_offset": True},
+)
+# The 8B model's. A token of the output holds the merger's 4,096 features and those of three deepstack mergers.
+_QWEN3_VL = ModelFacts(
+    key="qwen3_vl",
+    title="Qwen3-VL",
+    architecture="Qwen3VLForConditionalGeneration",
+    depth=27,
+    width=1152,
+    heads=16,
+    mlp_width=4304,
+    out_width=4 * 4096,
+    patch=16,
+    temporal_patch=2,
+    merge=2,
+    min_budget=64,
+    graph_modalities=("image", "video"),
+    limits={
+        "image": SizeLimits(min_pixels=65_536, max_pixels=16_777_216),
+        "video": SizeLimits(min_pixels=4_096, max_pixels=25_165_824, counts_frames=True),
+    },
+    sequences="frame",
+    max_frames_per_video=2048,
+    frames_shared=True,
+    extra={"rotary_positions": 8192, "deepstack": 3, "positions": 2304},
+)
+
+MODELS: dict[str, ModelFacts] = {facts.key: facts for facts in (_ERNIE45_VL, _GLM4_1V, _QWEN2_5_VL, _QWEN3_VL)}
 
 
 def model_facts(key: str) -> ModelFacts:
@@ -125,6 +185,4 @@ def model_facts(key: str) -> ModelFacts:
     try:
         return MODELS[key]
     except KeyError:
-        raise WorkbenchError(
-            f"unknown model {key!r}; this workbench knows {', '.join(sorted(MODELS))}"
-        ) from None
+        raise WorkbenchError(f"unknown model {key!r}; this workbench knows {', '.join(sorted(MODELS))}") from None

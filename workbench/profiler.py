@@ -142,12 +142,11 @@ def capture(
         raise WorkbenchError(
             f"workload {workload.name!r} was made for {workload.model}, not {facts.key}; load it for this model"
         )
-    limits = Limits(
+    limits = Limits.of(
+        facts,
         max_model_len=options.max_model_len,
         max_num_batched_tokens=options.max_num_batched_tokens,
-        min_budget=facts.min_budget,
         video_limit=DEFAULT_VIDEO_LIMIT if options.video_limit is None else options.video_limit,
-        max_frames_per_video=facts.max_frames_per_video,
     )
     warnings = resolve(configuration, limits).warnings
     distinct = distinct_calls(workload)

@@ -1,7 +1,8 @@
 """The tensors that vLLM fixes when it captures a graph, from facts alone: no GPU, no torch, no vLLM.
 
 The rules are each model's `prepare_encoder_cudagraph_capture_inputs` in vLLM 0.33.0 (`ernie45_vl.py`,
-`glm4_1v.py`), for a tower on one GPU with any attention backend but FlashInfer, which reshapes `cu_seqlens`.
+`glm4_1v.py`, `qwen2_5_vl.py`, `qwen3_vl.py`), for a tower on one GPU with any attention backend but FlashInfer, which
+reshapes `cu_seqlens`.
 A test compares them with the real functions.
 """
 
@@ -13,7 +14,7 @@ from workbench.budgets import Resolved
 from workbench.errors import WorkbenchError
 from workbench.models import ModelFacts
 
-_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,18 @@ class Capture:
         return self.output.bytes + sum(buffer.bytes for buffer in self.inputs)
 
 
+def has_shapes(key: str) -> bool:
+    """Whether the captured shapes of model `key` are known."""
+    return key in _CAPTURES
+
+
 def captured_shapes(facts: ModelFacts, resolved: Resolved, dtype: str = "bfloat16") -> tuple[Capture, ...]:
     """Return what vLLM captures for each of the resolved budgets, ascending.
 
     Raises:
         WorkbenchError: no capture rule for this model.
     """
-    if facts.key not in _CAPTURES:
+    if not has_shapes(facts.key):
         raise WorkbenchError(
             f"the captured shapes of {facts.title} are not known; {', '.join(sorted(_CAPTURES))} can be checked"
         )
@@ -92,12 +98,14 @@ def _capture(
     extra: Callable[[int], tuple[Buffer, ...]],
     output: Callable[[int], Buffer],
     dtype: str,
+    longest: str = "max_seqlen",
 ) -> Capture:
+    """`longest`: the model's name of the buffer with the longest sequence."""
     rows = resolved.max_items * math.prod(grid)
     common = (
         Buffer("pixel_values", (rows, facts.patch_features), dtype),
         Buffer("cu_seqlens", (slots + 1,), "int32"),
-        Buffer("max_seqlen", (), "int32"),
+        Buffer(longest, (), "int32"),
     )
     return Capture(
         budget=budget,
@@ -128,7 +136,15 @@ def _ernie(facts: ModelFacts, resolved: Resolved, budget: int, dtype: str) -> Ca
 
 
 def _glm(facts: ModelFacts, resolved: Resolved, budget: int, dtype: str) -> Capture:
-    per_item = budget // resolved.max_items
+    return _framed(facts, resolved, budget, dtype, budget // resolved.max_items)
+
+
+def _qwen3(facts: ModelFacts, resolved: Resolved, budget: int, dtype: str) -> Capture:
+    return _framed(facts, resolved, budget, dtype, math.ceil(budget / resolved.max_items))
+
+
+def _framed(facts: ModelFacts, resolved: Resolved, budget: int, dtype: str, per_item: int) -> Capture:
+    """One sequence a frame, position embeddings from outside."""
     frames = max(1, resolved.max_frames // resolved.max_items)
     per_frame = -(-per_item // frames)
     head = facts.width // facts.heads
@@ -148,7 +164,37 @@ def _glm(facts: ModelFacts, resolved: Resolved, budget: int, dtype: str) -> Capt
     )
 
 
+def _qwen2_5(facts: ModelFacts, resolved: Resolved, budget: int, dtype: str) -> Capture:
+    """Sequences of two kinds: frames in some blocks, windows of `window` pixels in the others."""
+    frames = max(1, resolved.max_frames // resolved.max_items)
+    per_frame = -(-math.ceil(budget / resolved.max_items) // frames)
+    head = facts.width // facts.heads
+    side = int(facts.extra["window"]) // facts.patch // facts.merge  # of a window, in tokens
+    dummy = resolved.max_items * frames * -(-per_frame // side)
+    windows = max(dummy, min(budget, resolved.sequence_slots - (-budget // side)))
+    return _capture(
+        facts,
+        resolved,
+        budget,
+        grid=(frames, facts.merge, per_frame * facts.merge),
+        slots=resolved.sequence_slots,
+        extra=lambda rows: (
+            Buffer("rotary_pos_emb_cos", (rows, head // 2), dtype),
+            Buffer("rotary_pos_emb_sin", (rows, head // 2), dtype),
+            Buffer("window_index", (rows // facts.merge**2,), "int64"),
+            Buffer("reverse_indices", (rows // facts.merge**2,), "int64"),
+            Buffer("cu_window_seqlens", (windows + 1,), "int32"),
+            Buffer("max_seqlen_window", (), "int32"),
+        ),
+        output=lambda rows: Buffer("output", (rows // facts.merge**2, facts.out_width), dtype),
+        dtype=dtype,
+        longest="max_seqlen_full",
+    )
+
+
 _CAPTURES: dict[str, Callable[[ModelFacts, Resolved, int, str], Capture]] = {
     "ernie45_vl": _ernie,
     "glm4_1v": _glm,
+    "qwen2_5_vl": _qwen2_5,
+    "qwen3_vl": _qwen3,
 }

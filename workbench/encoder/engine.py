@@ -14,6 +14,7 @@ import importlib
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,21 @@ _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # the CPU platform measures the machine's memory otherwise
 }
 _groups_in_use = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """One of several processes that share encoder calls, each with all of the weights (`mm_encoder_tp_mode="data"`).
+
+    Attributes:
+        rank: this process's, from 0; on CUDA also the index of its device.
+        size: number of ranks.
+        address: where rank 0 listens, such as "tcp://127.0.0.1:29500".
+    """
+
+    rank: int
+    size: int
+    address: str
 
 
 def require_vllm() -> str:
@@ -163,12 +179,16 @@ def _compilation_config(configuration: Configuration) -> Any:
     return CompilationConfig(mode=0, custom_ops=["all"], **configuration.compilation_config())
 
 
-def manager_config(vllm_config: Any, configuration: Configuration) -> Any:
-    """Return the object an encoder graph manager reads: its own compilation config, the rest of `vllm_config`."""
+def manager_config(vllm_config: Any, configuration: Configuration, ranks: int = 1) -> Any:
+    """Return the object an encoder graph manager reads: its own compilation config, the rest of `vllm_config`.
+
+    Args:
+        ranks: that share its calls; 1: it runs them alone, whatever groups there are.
+    """
     return SimpleNamespace(
         compilation_config=_compilation_config(configuration),
         model_config=vllm_config.model_config,
-        parallel_config=vllm_config.parallel_config,
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
         scheduler_config=vllm_config.scheduler_config,
     )
 
@@ -191,13 +211,17 @@ def _vllm_config(limits: Limits, device: torch.device) -> Any:
     )
 
 
-def _model_config(limits: Limits, dtype: torch.dtype, backend: Any) -> Any:
+def _model_config(limits: Limits, dtype: torch.dtype, backend: Any, place: Place | None) -> Any:
     """The part of a ModelConfig that encoders and their graph manager read; a real one needs a checkpoint."""
     from vllm.config import MultiModalConfig
 
     videos = {"video": limits.video_limit}
     return SimpleNamespace(
-        multimodal_config=MultiModalConfig(limit_per_prompt=videos, mm_encoder_attn_backend=backend),
+        multimodal_config=MultiModalConfig(
+            limit_per_prompt=videos,
+            mm_encoder_attn_backend=backend,
+            mm_encoder_tp_mode="weights" if place is None else "data",
+        ),
         max_model_len=limits.max_model_len,
         dtype=dtype,
         is_moe=False,
@@ -207,14 +231,17 @@ def _model_config(limits: Limits, dtype: torch.dtype, backend: Any) -> Any:
 
 
 @contextlib.contextmanager
-def surroundings(limits: Limits, device: torch.device, dtype: torch.dtype, backend: Any) -> Iterator[Any]:
+def surroundings(
+    limits: Limits, device: torch.device, dtype: torch.dtype, backend: Any, place: Place | None = None
+) -> Iterator[Any]:
     """Enter vLLM's process-wide state for encoders on `device`; yield the VllmConfig.
 
     Args:
         limits: of the server; both token limits must be given.
         backend: of vision attention, from `attention_backend`.
+        place: this process among several that share calls; None: alone.
 
-    While it lasts: the current VllmConfig, parallel groups of size one, IR operator priorities and, on CUDA, a
+    While it lasts: the current VllmConfig, parallel groups, IR operator priorities and, on CUDA, a
     stream of its own (vLLM captures on the current stream, and the default stream cannot capture). Afterwards all of
     it is as before, and the caching allocator's unused memory is returned.
     """
@@ -226,10 +253,10 @@ def surroundings(limits: Limits, device: torch.device, dtype: torch.dtype, backe
         stack.enter_context(set_current_vllm_config(vllm_config))
         if device.type == "cuda":
             stack.enter_context(_own_stream(device))
-        stack.enter_context(_groups(device))
+        stack.enter_context(_groups(device, place))
         stack.enter_context(_ir_operators(vllm_config))
         # Only now: vLLM's group set-up reads more of a ModelConfig than the encoders do.
-        vllm_config.model_config = _model_config(limits, dtype, backend)
+        vllm_config.model_config = _model_config(limits, dtype, backend, place)
         yield vllm_config
 
 
@@ -263,8 +290,8 @@ def _own_stream(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _groups(device: torch.device) -> Iterator[None]:
-    """Set up vLLM's parallel groups of size one; the last user takes down what this module set up."""
+def _groups(device: torch.device, place: Place | None) -> Iterator[None]:
+    """Set up vLLM's parallel groups, of size one without a `place`; the last user takes down what was set up here."""
     global _groups_in_use
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
@@ -276,13 +303,13 @@ def _groups(device: torch.device) -> Iterator[None]:
     try:
         # A TCP store: a store in a file must outlive the groups, or NCCL waits for it when they are taken down.
         init_distributed_environment(
-            world_size=1,
-            rank=0,
-            distributed_init_method=f"tcp://127.0.0.1:{get_open_port()}",
+            world_size=place.size if place else 1,
+            rank=place.rank if place else 0,
+            distributed_init_method=place.address if place else f"tcp://127.0.0.1:{get_open_port()}",
             local_rank=device.index or 0,
             backend="nccl" if device.type == "cuda" else "gloo",
         )
-        ensure_model_parallel_initialized(1, 1)
+        ensure_model_parallel_initialized(place.size if place else 1, 1)
         yield
     finally:
         if not foreign:

@@ -65,8 +65,8 @@ def reduced_facts(key: str, depth: int | None, width: int | None) -> ModelFacts:
     if depth is not None and not 1 <= depth <= facts.depth:
         raise WorkbenchError(f"depth {depth} is not between 1 and {facts.depth}, the depth of {facts.title}")
     facts = dataclasses.replace(facts, depth=depth or facts.depth)
-    if width is None or width == facts.width:
-        return facts
+    if width is None:
+        width = facts.width
     head = facts.width // facts.heads
     if width % head or not head <= width <= facts.width:
         raise WorkbenchError(
@@ -78,7 +78,7 @@ def reduced_facts(key: str, depth: int | None, width: int | None) -> ModelFacts:
 
 def _scaled(size: int, facts: ModelFacts, width: int) -> int:
     """Return `size` in proportion to the width, rounded to a multiple that kernels take."""
-    return max(1, round(size * width / facts.width / _ROUND)) * _ROUND
+    return size if width == facts.width else max(1, round(size * width / facts.width / _ROUND)) * _ROUND
 
 
 def _bare(model_class: Any) -> Any:
@@ -182,7 +182,6 @@ def _build_glm(facts: ModelFacts) -> Any:
     text = SimpleNamespace(hidden_size=facts.out_width)
     model = _bare(glm4_1v.Glm4vForConditionalGeneration)
     model.config = SimpleNamespace(vision_config=vision, text_config=text)
-    model.use_data_parallel = False
     model.is_multimodal_pruning_enabled = False
     # 1e-5: what vLLM uses, as GLM's top-level config names no epsilon.
     model.visual = glm4_1v.Glm4vVisionTransformer(text, vision, norm_eps=1e-5, prefix="visual")
@@ -203,6 +202,98 @@ def _glm_parameters(facts: ModelFacts) -> int:
     return facts.depth * block + (facts.patch_features + 1) * width + positions + 2 * width + downsample + merger
 
 
+# Qwen ------------------------------------------------------------------------------------------------------------
+
+
+def _allowing_video(model: Any, facts: ModelFacts) -> Any:
+    """Give `model` what Qwen's classes read beside their tower.
+
+    Their frames per video come from a processor, which a model without a checkpoint has not.
+    """
+    from vllm.config import get_current_vllm_config
+
+    limit = get_current_vllm_config().model_config.multimodal_config.get_limit_per_prompt
+    model.is_multimodal_pruning_enabled = False
+    model.model_config = get_current_vllm_config().model_config
+    model.get_max_frames_per_video = lambda: facts.frames_per_video(limit("video"))
+    return model
+
+
+def _build_qwen2_5(facts: ModelFacts) -> Any:
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+    from vllm.model_executor.models import qwen2_5_vl
+
+    # Every eighth block attends to whole frames; of fewer than eight blocks the last, if it is not the only one.
+    full = list(range(7, facts.depth, 8)) or [facts.depth - 1][: facts.depth - 1]
+    vision = Qwen2_5_VLVisionConfig(
+        depth=facts.depth,
+        hidden_size=facts.width,
+        num_heads=facts.heads,
+        intermediate_size=facts.mlp_width,
+        out_hidden_size=facts.out_width,
+        patch_size=facts.patch,
+        temporal_patch_size=facts.temporal_patch,
+        spatial_merge_size=facts.merge,
+        window_size=facts.extra["window"],
+        fullatt_block_indexes=full,
+    )
+    model = _bare(qwen2_5_vl.Qwen2_5_VLForConditionalGeneration)
+    model.config = SimpleNamespace(vision_config=vision)
+    model.visual = qwen2_5_vl.Qwen2_5_VisionTransformer(vision, norm_eps=1e-6, prefix="visual")
+    return _allowing_video(model, facts)
+
+
+def _qwen2_5_parameters(facts: ModelFacts) -> int:
+    width, mlp, merged = facts.width, facts.mlp_width, facts.merge**2 * facts.width
+    block = 4 * width * (width + 1) + 3 * width * mlp + 2 * mlp + width + 2 * width
+    merger = width + merged * (merged + 1) + (merged + 1) * facts.out_width
+    return facts.depth * block + facts.patch_features * width + merger
+
+
+def _reduce_qwen3(facts: ModelFacts, width: int) -> ModelFacts:
+    """Fewer blocks than deepstack mergers leave room for as many mergers as blocks, which narrows the output."""
+    full = int(facts.extra["deepstack"])
+    levels = min(full, facts.depth)
+    single = _scaled(facts.out_width // (1 + full), facts, width)
+    return dataclasses.replace(
+        _reduce_glm(facts, width), out_width=(1 + levels) * single, extra=facts.extra | {"deepstack": levels}
+    )
+
+
+def _build_qwen3(facts: ModelFacts) -> Any:
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+    from vllm.model_executor.models import qwen3_vl
+
+    levels = int(facts.extra["deepstack"])
+    full = [8, 16, 24]
+    vision = Qwen3VLVisionConfig(
+        depth=facts.depth,
+        hidden_size=facts.width,
+        num_heads=facts.heads,
+        intermediate_size=facts.mlp_width,
+        out_hidden_size=facts.out_width // (1 + levels),
+        patch_size=facts.patch,
+        temporal_patch_size=facts.temporal_patch,
+        spatial_merge_size=facts.merge,
+        num_position_embeddings=facts.extra["positions"],
+        deepstack_visual_indexes=full if facts.depth > full[-1] else list(range(levels)),
+    )
+    model = _bare(qwen3_vl.Qwen3VLForConditionalGeneration)
+    model.config = SimpleNamespace(vision_config=vision)
+    model.visual = qwen3_vl.Qwen3_VisionTransformer(vision, norm_eps=1e-6, prefix="visual")
+    return _allowing_video(model, facts)
+
+
+def _qwen3_parameters(facts: ModelFacts) -> int:
+    width, mlp, merged = facts.width, facts.mlp_width, facts.merge**2 * facts.width
+    levels = int(facts.extra["deepstack"])
+    single = facts.out_width // (1 + levels)
+    block = 4 * width * (width + 1) + 2 * width * mlp + mlp + width + 4 * width
+    linears = merged * (merged + 1) + (merged + 1) * single
+    outside = (facts.patch_features + 1) * width + int(facts.extra["positions"]) * width
+    return facts.depth * block + outside + (1 + levels) * linears + 2 * width + levels * 2 * merged
+
+
 BUILDERS: dict[str, Builder] = {
     "ernie45_vl": Builder(
         build=_build_ernie,
@@ -217,5 +308,19 @@ BUILDERS: dict[str, Builder] = {
         reduce=_reduce_glm,
         parameters=_glm_parameters,
         module="vllm.model_executor.models.glm4_1v",
+    ),
+    "qwen2_5_vl": Builder(
+        build=_build_qwen2_5,
+        parts=("visual",),
+        reduce=_reduce_glm,
+        parameters=_qwen2_5_parameters,
+        module="vllm.model_executor.models.qwen2_5_vl",
+    ),
+    "qwen3_vl": Builder(
+        build=_build_qwen3,
+        parts=("visual",),
+        reduce=_reduce_qwen3,
+        parameters=_qwen3_parameters,
+        module="vllm.model_executor.models.qwen3_vl",
     ),
 }

@@ -63,6 +63,7 @@ class SessionOptions:
         video_limit: videos per prompt. 0, the default, is the image workload of the Ernie pull request; None is vLLM's
             own default of 999, under which GLM-4.1V captures 600 frames per item (defect D2).
         attention_backend: vLLM's name, such as FLASH_ATTN or TORCH_SDPA; None is vLLM's choice for the device.
+        place: this process among several that share encoder calls (`workbench.encoder.parallel`); None: alone.
     """
 
     model: str = "ernie45_vl"
@@ -76,6 +77,7 @@ class SessionOptions:
     max_num_batched_tokens: int = 8_192
     video_limit: int | None = 0
     attention_backend: str | None = None
+    place: engine.Place | None = None
 
 
 @dataclass(frozen=True)
@@ -206,14 +208,29 @@ class EncoderSession:
         finally:
             session.close()
 
-    def _new_manager(self, configuration: Configuration) -> Any:
+    @contextlib.contextmanager
+    def alone(self, configuration: Configuration) -> Iterator[Any]:
+        """Yield one more captured manager over the same weights that runs whole calls on this rank alone."""
+        manager = self._new_manager(configuration, alone=True)
+        try:
+            with torch.inference_mode():
+                manager.capture(torch.cuda.graph_pool_handle() if self.device.type == "cuda" else object())
+            yield manager
+        finally:
+            self.synchronize()
+            manager.clear()
+            del manager
+            engine.release_memory(self.device)
+
+    def _new_manager(self, configuration: Configuration, *, alone: bool = False) -> Any:
         from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
         from workbench.encoder.static_replay import StaticReplayManager
 
         kind = EncoderCudaGraphManager if self.device.type == "cuda" else StaticReplayManager
         resolve(configuration, self.limits)  # refuses what vLLM refuses, in the workbench's words
-        config = engine.manager_config(self.vllm_config, configuration)
+        place = self.options.place
+        config = engine.manager_config(self.vllm_config, configuration, place.size if place and not alone else 1)
         with torch.inference_mode():
             return kind(config, self.device, self.dtype, self.model)
 
@@ -425,9 +442,10 @@ def open_session(options: SessionOptions, configuration: Configuration) -> Itera
     engine.require_memory(device, builder.parameters(facts) * dtype.itemsize, size)
 
     with contextlib.ExitStack() as stack:
-        vllm_config = stack.enter_context(engine.surroundings(limits, device, dtype, backend))
+        vllm_config = stack.enter_context(engine.surroundings(limits, device, dtype, backend, options.place))
         with engine.building(device, dtype):
             model = builder.build(facts)
+        model.use_data_parallel = options.place is not None
         if options.checkpoint is None:
             weights.fill_dummy(model, options.seed)
         else:
@@ -464,12 +482,11 @@ def server_limits(options: SessionOptions, facts: ModelFacts) -> Limits:
             raise WorkbenchError(f"{name} {getattr(options, name)} is not positive; vLLM refuses it, so raise it")
     if options.video_limit is not None and options.video_limit < 0:
         raise WorkbenchError(f"video limit {options.video_limit} is negative; use 0 for no videos")
-    return Limits(
+    return Limits.of(
+        facts,
         max_model_len=options.max_model_len,
         max_num_batched_tokens=options.max_num_batched_tokens,
-        min_budget=facts.min_budget,
         video_limit=DEFAULT_VIDEO_LIMIT if options.video_limit is None else options.video_limit,
-        max_frames_per_video=facts.max_frames_per_video,
     )
 
 

@@ -38,7 +38,7 @@ _BLOCK = re.compile(r"\.blocks\.(\d+)\.")
 # depth 2 at 20 times and more.
 _ATTENTION_GAIN = 1.5  # of the queries' and keys' weights
 _RESIDUAL_GAIN = 0.5  # of what a block adds to the residual
-_RESIDUAL_WEIGHTS = (".attn.proj.weight", ".mlp.fc2.weight", ".mlp.down_proj.weight")
+_RESIDUAL_WEIGHTS = (".attn.proj.weight", ".mlp.fc2.weight", ".mlp.linear_fc2.weight", ".mlp.down_proj.weight")
 
 
 def fill_dummy(model: torch.nn.Module, seed: int) -> None:
@@ -49,7 +49,8 @@ def fill_dummy(model: torch.nn.Module, seed: int) -> None:
 
 
 def _dummy(name: str, parameter: torch.nn.Parameter, seed: int) -> torch.Tensor:
-    if "norm" in name.rsplit(".", 2)[-2] or name.rsplit(".", 2)[-2] == "ln":
+    layer = name.rsplit(".", 2)[-2]
+    if "norm" in layer or layer in ("ln", "ln_q"):
         return torch.full(parameter.shape, float(name.endswith("weight")))
     if parameter.ndim == 1:
         return torch.zeros(parameter.shape)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Positions are recomputed by the same code, so they agree to a few roundings; another grid's do not.
 _POSITION_TOLERANCE = 1e-2
 FAILED = ("mismatch", "hazard")  # of an item; "hazard" where a scenario probes
-_NOT_POSITIONS = ("pixel_values", "cu_seqlens", "max_seqlen", "sequence_lengths")
+_NOT_POSITIONS = ("pixel_values", "cu_", "max_seqlen", "sequence_lengths")  # beginnings of names
 
 
 def diagnose(lab: "Lab", seen: "Observation", *, probe: bool = False) -> list[Finding]:
@@ -127,16 +127,28 @@ def _buffer_findings(lab: "Lab", seen: "Observation", batch: TapedBatch) -> Iter
     if bool((buffer[rows:] != 0).any()):
         yield "padding", f"pixel_values has values behind its {rows} valid rows", None
     expected = lab.tower_metadata(grids)
+    yield from _position_findings(expected, batch, grids)
+    for key in expected:
+        if key.startswith("cu_"):
+            yield from _offset_findings(expected[key].tolist(), batch.buffers[key].tolist(), key)
+
+
+def _position_findings(
+    expected: dict[str, torch.Tensor], batch: TapedBatch, grids: list[list[int]]
+) -> Iterator[tuple[str, str, str | None]]:
     for key, value in expected.items():
-        if key in _NOT_POSITIONS or value is None or key not in batch.buffers:
+        if value is None or key not in batch.buffers or key.startswith(_NOT_POSITIONS):
             continue
         own = batch.buffers[key]
+        if not value.is_floating_point():  # Qwen2.5-VL's order of windows
+            if not torch.equal(own[: value.shape[0]], value):
+                yield "positions", f"{key} is not that of the grids {grids[:4]}", None
+            continue
         stage = compare_stage(key, own, value)
         if stage.relative_rms is None or stage.relative_rms > _POSITION_TOLERANCE:
             yield "positions", f"{key} is not that of the grids {grids[:4]}", None
         if stage.padded_max_abs != 0.0 and stage.padded_finite is not None:
             yield "padding", f"{key} has values behind its {value.shape[0]} valid rows", None
-    yield from _offset_findings(expected["cu_seqlens"].tolist(), batch.buffers["cu_seqlens"].tolist())
 
 
 def _spoiled_findings(lab: "Lab", seen: "Observation", batch: TapedBatch) -> Iterator[tuple[str, str, str | None]]:
@@ -152,16 +164,16 @@ def _spoiled_findings(lab: "Lab", seen: "Observation", batch: TapedBatch) -> Ite
     yield suspect, f"rows behind the {valid} valid ones of the replay's output are not finite{eagerly}", None
 
 
-def _offset_findings(expected: list[int], offsets: list[int]) -> Iterator[tuple[str, str, str | None]]:
+def _offset_findings(expected: list[int], offsets: list[int], name: str) -> Iterator[tuple[str, str, str | None]]:
     head, tail = offsets[: len(expected)], offsets[len(expected) :]
     shown = f"[{', '.join(map(str, offsets[:10]))}{', ...' if len(offsets) > 10 else ''}]"
     if head != expected:
-        yield "cu_seqlens", f"cu_seqlens is {shown}, and the items need {expected[:10]}", None
+        yield "cu_seqlens", f"{name} is {shown}, and the items need {expected[:10]}", None
     elif any(offset != expected[-1] for offset in tail):
         falls = any(b < a for a, b in pairwise(offsets))
         yield (
             "cu_seqlens",
-            f"cu_seqlens {shown} {'falls' if falls else 'moves'} behind its last valid offset {expected[-1]}: "
+            f"{name} {shown} {'falls' if falls else 'moves'} behind its last valid offset {expected[-1]}: "
             "the padding must repeat it",
             "D6" if falls and set(tail) <= {0, expected[-1]} else None,
         )
