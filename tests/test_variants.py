@@ -27,7 +27,7 @@ NAMES = names_for("ernie45_vl")
 EXACT = [variant.name for variant in VARIANTS if variant.exact and variant.model == "ernie45_vl"]
 COMBINATIONS = [*([name] for name in NAMES), ["one_pass", "metadata_cache"], EXACT, list(NAMES)]
 BUDGETS = (16, 32, 64)
-GRIDS = 700  # for each of the combinations, so thousands in all
+GRIDS = 400  # for each of the combinations, so thousands in all
 
 
 @pytest.fixture(scope="module")

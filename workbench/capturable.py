@@ -56,7 +56,7 @@ class Boundary(Record, frozen=True):
     Attributes:
         captured: on CUDA, whether it captured; None on the CPU, where nothing was tried.
         nodes: of the captured graph.
-        syncs: seen while the region ran eagerly.
+        syncs: seen while the region ran eagerly. unwatched: why none could be looked for.
         inside_us: median wall time of a replay; of an eager run of the region where it does not capture.
         eager_us: median wall time of an eager run of the region.
         outside_us: median wall time of the rest of a call, run eagerly: metadata before, whatever follows behind.
@@ -68,6 +68,7 @@ class Boundary(Record, frozen=True):
     nodes: int | None = None
     obstacle: Obstacle | None = None
     syncs: list[HostSync] = []
+    unwatched: str | None = None
     inside_us: float | None = None
     eager_us: float | None = None
     outside_us: float | None = None
@@ -75,7 +76,7 @@ class Boundary(Record, frozen=True):
     @property
     def clean(self) -> bool:
         """Nothing was seen that stands in the way of a capture."""
-        return not self.syncs and self.captured is not False
+        return not self.syncs and self.unwatched is None and self.captured is not False
 
     @property
     def gain_us(self) -> float | None:

@@ -151,7 +151,7 @@ def with_roofline(rows: Sequence[MappedModule], work: dict[str, Work], device: D
         name = module
         while name and name not in listed:
             name = name.rpartition(".")[0]
-        if name in given:
+        if name:  # what no listed module holds is not in this graph
             given[name].append(own)
     return [
         MappedModule(

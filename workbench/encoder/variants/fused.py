@@ -26,8 +26,12 @@ class Fused(ErnieVariant):
 
     Attributes:
         kernels: module that holds `add_norm`, `rotate` and `quick_gelu`.
-        schedules: (sequence slots, longest sequence) -> "once per call", or why attention schedules in every block.
+        plan_attention: let FlashAttention 3 plan the blocks' attention once per call. Off unless
+            `python -m workbench.encoder.variants.check attention-plan` has shown that this FlashAttention can.
+        schedules: (sequence slots, longest sequence) -> "once per call", or why attention is planned in every block.
     """
+
+    plan_attention = False
 
     def __init_variant__(self) -> None:
         """Choose the kernels; `attach` calls it."""
@@ -84,10 +88,13 @@ class Fused(ErnieVariant):
         attention without it.
         """
         key = (offsets.shape[0], most)
+        if not self.plan_attention:
+            self.schedules[key] = "in every block: not asked for"
+            return None
         if key not in self.schedules:
             if torch.cuda.is_current_stream_capturing():
                 return None  # not tried yet, and a failure would end the capture
-            self.schedules[key] = _tried(attention, offsets, most, self.vision_model.dtype)
+            self.schedules[key] = attention_plan(attention, offsets, most, self.vision_model.dtype)
         if self.schedules[key] != "once per call":
             return None
         return _flash_schedule(attention, offsets, most, self.vision_model.dtype)
@@ -155,8 +162,8 @@ def _flash_schedule(attention: Any, offsets: torch.Tensor, most: int, dtype: tor
     return schedule
 
 
-def _tried(attention: Any, offsets: torch.Tensor, most: int, dtype: torch.dtype) -> str:
-    """Compare attention with one plan, used three times over, and without; say what came of it."""
+def attention_plan(attention: Any, offsets: torch.Tensor, most: int, dtype: torch.dtype) -> str:
+    """Compare attention with one plan, used three times over, and without; "once per call", or what is wrong."""
     shape = (int(offsets[-1]), 3 * attention.num_heads, attention.head_size)
     rows = torch.randn(shape, dtype=dtype, device=offsets.device)
     plain, planned = (torch.zeros_like(rows[:, : attention.num_heads]).contiguous() for _ in range(2))

@@ -1,0 +1,458 @@
+"""The variants' ladder: eager, vLLM's graph, each variant and all together, on the same calls in one process.
+
+    from workbench.encoder.variants.measure import Effort, measure
+
+    ladder = measure(SessionOptions(), (64, 128, 256, 512, 1024, 2048), IMAGE_CASES, VIDEO_CASES, Effort())
+
+Samples are un-profiled, host time between two synchronises, in ABBA order over all columns. Busy and idle time come
+from one traced call per column afterwards. Parity is against eager as served, beside what float32 makes of the same
+inputs. The result is handed on after every case, so that a session that is cut short leaves what it has.
+
+Import this module only after `engine.require_vllm`.
+"""
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from workbench.budgets import Configuration
+from workbench.capturable import SCHEMA_VERSION, Captured, Case, Column, Ladder, ModuleMap
+from workbench.encoder import registry
+from workbench.encoder.boundary import probe
+from workbench.encoder.module_map import ernie_work, map_graph
+from workbench.encoder.parity.metrics import compare
+from workbench.encoder.session import EncoderInputs, EncoderSession, Grid, SessionOptions, open_session
+from workbench.encoder.variants import chosen, names_for
+from workbench.environment import environment
+from workbench.errors import WorkbenchError
+from workbench.gaps import analyze
+from workbench.models import Modality
+from workbench.profiler import recording
+from workbench.progress import Progress, silent
+from workbench.trace import read_trace
+
+Calls = dict[str, list[Grid]]
+
+# In the order of their weight, should time run out: what the upstream pull request names first.
+IMAGE_CASES: Calls = {
+    "64 tokens": [(1, 16, 16)],
+    "391 tokens": [(1, 46, 34)],
+    "2048 tokens": [(1, 64, 128)],
+    "4 x 64 tokens": [(1, 16, 16)] * 4,
+    "mixed": [(1, 16, 16), (1, 46, 34), (1, 32, 32), (1, 64, 32), (1, 24, 28)],
+    "128 tokens": [(1, 16, 32)],
+    "1024 tokens": [(1, 64, 64)],
+}
+VIDEO_CASES: Calls = {"video of 4 frames": [(4, 16, 16)]}
+_SMALL_IMAGES: Calls = {"16 tokens": [(1, 8, 8)], "small mixed": [(1, 4, 4), (1, 8, 8), (1, 2, 6)]}
+_SMALL_VIDEOS: Calls = {"small video": [(4, 4, 4)]}
+SERVED, FALLBACK, GRAPH, ALL = "eager as served", "eager fallback", "graph", "all variants"
+# From vLLM's graph to all variants, one idea after the other.
+STEPS = (["resampler", "metadata_cache"], ["resampler", "metadata_cache", "one_pass"])
+# What vLLM, Triton and CUDA raise on what they cannot run.
+_NOT_RUN = (WorkbenchError, RuntimeError, AssertionError, ValueError, IndexError, KeyError, TypeError, AttributeError)
+
+
+def cases_for(largest: int) -> tuple[Calls, Calls]:
+    """Return the cases of images and of videos of which every item fits into budget `largest`.
+
+    Small budgets, as on a CPU, get small cases of the same kinds.
+    """
+
+    def fitting(calls: Calls) -> Calls:
+        return {name: grids for name, grids in calls.items() if all(4 * largest >= t * h * w for t, h, w in grids)}
+
+    images, videos = fitting(IMAGE_CASES), fitting(VIDEO_CASES)
+    return images | ({} if len(images) > 2 else _SMALL_IMAGES), videos or _SMALL_VIDEOS
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+        repeats: samples per column and case; P99 wants 100.
+        warmup: runs of each column before.
+        seconds: after which no case begins and none goes on; it keeps the samples it has. `Ladder.notes` says so.
+        seed: of weights and inputs.
+    """
+
+    repeats: int = 100
+    warmup: int = 8
+    seconds: float = 240.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1 or self.warmup < 0 or self.seconds <= 0:
+            raise WorkbenchError(
+                f"{self.repeats} repeats after {self.warmup} in {self.seconds} s measure nothing; give at least one "
+                "repeat and some seconds"
+            )
+
+
+@dataclass
+class _Way:
+    """One column: how it runs a call, and the session whose graphs it replays."""
+
+    name: str
+    run: Callable[[EncoderInputs], list[torch.Tensor]]
+    graphs: EncoderSession | None = None
+    variants: tuple[str, ...] = ()
+
+
+@dataclass
+class _Run:
+    """The measurement so far."""
+
+    effort: Effort
+    on_case: Callable[[Ladder], None]
+    started: float = field(default_factory=time.monotonic)
+    ladder: Ladder | None = None
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.effort.seconds - (time.monotonic() - self.started)
+
+    def add(self, **changes: Any) -> None:
+        """Extend the ladder's lists, and hand it on."""
+        assert self.ladder is not None
+        grown = {name: [*getattr(self.ladder, name), *more] for name, more in changes.items()}
+        self.ladder = msgspec.structs.replace(self.ladder, **grown)
+        self.on_case(self.ladder)
+
+
+def measure(
+    options: SessionOptions,
+    budgets: Sequence[int],
+    images: Calls,
+    videos: Calls,
+    effort: Effort,
+    *,
+    max_items: int = 4,
+    variants: Sequence[str] | None = None,
+    on_case: Callable[[Ladder], None] | None = None,
+    progress: Progress = silent,
+) -> Ladder:
+    """Measure every case in every column.
+
+    Args:
+        options: of the encoder; `video_limit` is set here, 0 for images and 1 for videos.
+        budgets: token budgets of all graphs.
+        images, videos: case -> grids of one call.
+        variants: None is every one of the encoder.
+        on_case: called with the ladder so far, after every part.
+
+    Raises:
+        WorkbenchError: see `open_session`; a case whose grids the encoder cannot take.
+    """
+    names = names_for(options.model) if variants is None else tuple(variants)
+    chosen(options.model, names)
+    run = _Run(effort, on_case or (lambda _: None))
+    options = dataclasses.replace(options, seed=effort.seed)
+    configuration = Configuration(tuple(budgets), max_items)
+    # Videos first: they are few, and where they are served too, images have more sequence slots than they need.
+    parts: tuple[tuple[Modality, Calls], ...] = (("video", videos), ("image", images))
+    for modality, calls in parts:
+        if not calls:
+            continue
+        limited = dataclasses.replace(options, video_limit=int(modality == "video"))
+        with open_session(limited, configuration) as session:
+            if run.ladder is None:
+                run.ladder = _empty(session, budgets, max_items, effort)
+                exact = _float32(session, images, videos, effort)
+            with _columns(session, names, modality, run) as ways:
+                if modality == "image":
+                    _maps(run, session, ways, calls)
+                _cases(run, session, ways, calls, modality, exact, progress)
+            if modality == "image":
+                _boundaries(run, session, calls, names)
+    if run.ladder is None:
+        raise WorkbenchError("a ladder without a case measures nothing; give one")
+    run.ladder = msgspec.structs.replace(run.ladder, complete=not run.ladder.notes)
+    run.on_case(run.ladder)
+    return run.ladder
+
+
+def _empty(session: EncoderSession, budgets: Sequence[int], max_items: int, effort: Effort) -> Ladder:
+    return Ladder(
+        schema_version=SCHEMA_VERSION,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        environment=environment(),
+        model=session.model_record,
+        replay=session.replay,
+        budgets=list(budgets),
+        max_items=max_items,
+        repeats=effort.repeats,
+        warmup=effort.warmup,
+        seed=effort.seed,
+        captured=[],
+        cases=[],
+    )
+
+
+# Columns ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _columns(session: EncoderSession, names: Sequence[str], modality: Modality, run: _Run) -> Iterator[list[_Way]]:
+    """Capture the graphs of every column and yield the columns; the graphs last as long as the block."""
+    sets = [[name] for name in names] + [step for step in STEPS if set(step) < set(names)]
+    sets += [list(names)] if len(names) > 1 else []
+    if modality == "video":  # without the resampler inside, no graph takes videos
+        sets = [chosen_set for chosen_set in sets if "resampler" in chosen_set]
+    with ExitStack() as stack:
+        ways = [_Way(SERVED, session.eager_served)]
+        captured = []
+        if modality == "image":
+            captured.append(Captured(column=GRAPH, costs=session.capture()))
+            ways += [_Way(FALLBACK, session.eager_fallback), _Way(GRAPH, session.graph, session)]
+        for wanted in sets:
+            title = ALL if len(wanted) == len(names) > 1 else "+".join(wanted)
+            changed = stack.enter_context(session.with_variants(wanted))
+            try:
+                costs = changed.capture()
+            except _NOT_RUN as error:  # the other columns are still worth having
+                run.add(notes=[f"{title} could not be captured: {type(error).__name__}: {error}"[:400]])
+                continue
+            schedules = getattr(changed.model, "schedules", {})
+            captured.append(
+                Captured(column=title, costs=costs, schedules=sorted({f"{value}" for value in schedules.values()}))
+            )
+            variants = tuple(variant.name for variant in chosen(session.facts.key, wanted))
+            ways.append(_Way(title, changed.graph, changed, variants))
+        run.add(captured=captured)
+        yield ways
+
+
+def _inputs(session: EncoderSession, ways: Sequence[_Way], grids: list[Grid], modality: Modality, seed: int) -> Any:
+    """Return the inputs of a call; a session with the resampler inside takes videos too."""
+    maker = session if modality == "image" else next(way.graphs for way in ways if way.graphs is not None)
+    assert maker is not None
+    return maker.inputs(grids, modality, seed)
+
+
+def _float32(session: EncoderSession, images: Calls, videos: Calls, effort: Effort) -> dict[str, list[torch.Tensor]]:
+    """Return what the same encoder in float32 makes of each call, on the CPU."""
+    options = dataclasses.replace(
+        session.options,
+        dtype="float32",
+        video_limit=1,
+        attention_backend="TORCH_SDPA" if session.device.type == "cuda" else session.options.attention_backend,
+    )
+    outputs = {}
+    with open_session(options, session.configuration) as reference, reference.with_variants(["resampler"]) as maker:
+        modalities: tuple[tuple[Modality, Calls], ...] = (("image", images), ("video", videos))
+        for modality, calls in modalities:
+            for name, grids in calls.items():
+                inputs = maker.inputs(grids, modality, effort.seed)
+                rounded = dataclasses.replace(inputs, pixels=inputs.pixels.to(session.dtype).to(torch.float32))
+                outputs[name] = [item.cpu() for item in reference.eager_served(rounded)]
+    return outputs
+
+
+# Cases --------------------------------------------------------------------------------------------------------------
+
+
+def _cases(
+    run: _Run,
+    session: EncoderSession,
+    ways: Sequence[_Way],
+    calls: Calls,
+    modality: Modality,
+    exact: dict[str, list[torch.Tensor]],
+    progress: Progress,
+) -> None:
+    for number, (name, grids) in enumerate(calls.items()):
+        progress(name, number / len(calls))
+        if run.left <= 0:
+            run.add(notes=[f"time ran out before {name}"])
+            continue
+        inputs = _inputs(session, ways, grids, modality, run.effort.seed)
+        run.add(cases=[_case(run, session, ways, name, inputs, exact[name])])
+
+
+def _case(
+    run: _Run,
+    session: EncoderSession,
+    ways: Sequence[_Way],
+    name: str,
+    inputs: EncoderInputs,
+    exact: Sequence[torch.Tensor],
+) -> Case:
+    columns = {way.name: _first(way, inputs) for way in ways}
+    outputs = {title: out for title, (_, out) in columns.items() if out is not None}
+    working = [way for way in ways if way.name in outputs]
+    served, graph = outputs[SERVED], outputs.get(GRAPH)
+    noise = [compare(a.cpu(), b) for a, b in zip(served, exact, strict=True)]
+    samples = _samples(run, session, working, inputs)
+    traced: dict[str, dict[str, float | int]] = {}
+    if session.device.type == "cuda":
+        try:
+            traced = _traced(session, working, inputs)
+        except (WorkbenchError, RuntimeError) as error:
+            run.add(notes=[f"{name} could not be traced: {error}"[:400]])
+    costs = {captured.column: captured.costs for captured in run.ladder.captured} if run.ladder else {}
+    found = []
+    for way in ways:
+        column, out = columns[way.name]
+        nodes = {cost.budget: cost.nodes for cost in costs.get(way.name, [])}
+        launched = [nodes.get(budget) for budget in column.budgets if budget is not None]
+        known = [count for count in launched if count is not None]
+        extra: dict[str, Any] = {**samples.get(way.name, {}), **traced.get(way.name, {})}
+        if out is not None:
+            extra["parity"] = [compare(a, b) for a, b in zip(out, served, strict=True)]
+            if graph is not None:
+                extra["against_graph"] = [compare(a, b) for a, b in zip(out, graph, strict=True)]
+        if known and len(known) == len(launched):
+            extra["nodes"] = sum(known)
+        found.append(msgspec.structs.replace(column, **extra) if out is not None else column)
+    rms, rows = [d.relative_rms for d in noise], [d.worst_row for d in noise]
+    return Case(
+        name=name,
+        modality=inputs.modality,
+        grids=list(inputs.grids),
+        tokens=list(inputs.tokens),
+        columns=found,
+        noise_rms=None if None in rms else max(value or 0.0 for value in rms),
+        noise_worst_row=None if None in rows else max(value or 0.0 for value in rows),
+    )
+
+
+def _first(way: _Way, inputs: EncoderInputs) -> tuple[Column, list[torch.Tensor] | None]:
+    """Run a column once: its outputs and replays, or its error."""
+    variants = list(way.variants)
+    try:
+        if way.graphs is None:
+            return Column(name=way.name, variants=variants), [x.clone() for x in way.run(inputs)]
+        with way.graphs.watch() as batches:
+            outputs = [x.clone() for x in way.run(inputs)]
+        return Column(name=way.name, variants=variants, budgets=[batch.budget for batch in batches]), outputs
+    except _NOT_RUN as error:
+        text = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
+        return Column(name=way.name, variants=variants, error=text), None
+
+
+def _samples(
+    run: _Run, session: EncoderSession, ways: Sequence[_Way], inputs: EncoderInputs
+) -> dict[str, dict[str, list[Any]]]:
+    """Time the columns forwards, then backwards; stop after a pair when time runs out."""
+    for way in ways:
+        for _ in range(run.effort.warmup):
+            way.run(inputs)
+    samples: dict[str, dict[str, list[Any]]] = {way.name: {"wall_us": [], "gpu_us": [], "order": []} for way in ways}
+    position = 0
+    for repeat in range(run.effort.repeats):
+        if repeat >= 2 and repeat % 2 == 0 and run.left <= 0:
+            run.add(notes=[f"time ran out after {repeat} repeats of a call of {sum(inputs.tokens)} tokens"])
+            break
+        for way in ways if repeat % 2 == 0 else list(reversed(ways)):
+            wall, gpu = _timed(session, way, inputs)
+            mine = samples[way.name]
+            mine["wall_us"].append(wall)
+            mine["order"].append(position)
+            if gpu is not None:
+                mine["gpu_us"].append(gpu)
+            position += 1
+    return samples
+
+
+def _timed(session: EncoderSession, way: _Way, inputs: EncoderInputs) -> tuple[float, float | None]:
+    """Return host microseconds between two synchronises and, on CUDA, between two events."""
+    event: Any = torch.cuda.Event
+    events = [event(enable_timing=True), event(enable_timing=True)] if session.device.type == "cuda" else []
+    session.synchronize()
+    start = time.perf_counter_ns()
+    if events:
+        events[0].record()
+    way.run(inputs)
+    if events:
+        events[1].record()
+    session.synchronize()
+    wall = (time.perf_counter_ns() - start) / 1e3
+    return wall, events[0].elapsed_time(events[1]) * 1e3 if events else None
+
+
+def _traced(session: EncoderSession, ways: Sequence[_Way], inputs: EncoderInputs) -> dict[str, dict[str, float | int]]:
+    """Trace one call per column; its GPU ops, busy time, and idle time between its first op and its last."""
+
+    def call(number: int) -> None:
+        session.synchronize()
+        with torch.profiler.record_function(f"column#{number}"):
+            ways[number].run(inputs)
+            session.synchronize()
+
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "columns.json.gz")
+        with recording(path, ["ranges", "cuda"]) as start:
+            call(0)
+            start()
+            for number in range(len(ways)):
+                call(number)
+        rows = {row.name: row for row in analyze(read_trace(path), "column#*").windows}
+    found: dict[str, dict[str, float | int]] = {}
+    for number, way in enumerate(ways):
+        row = rows.get(f"column#{number}")
+        if row is not None:
+            idle = row.launch_gap_us + row.queue_gap_us + row.intra_graph_gap_us
+            found[way.name] = {
+                "ops": row.gpu_ops, "busy_us": row.busy_us, "idle_us": idle, "traced_us": row.wall_us,
+            }  # fmt: skip
+    return found
+
+
+# Maps and boundaries ----------------------------------------------------------------------------------------------
+
+
+def _maps(run: _Run, session: EncoderSession, ways: Sequence[_Way], calls: Calls) -> None:
+    """Map the graph of the first case in vLLM's form, with the resampler inside, and with all variants."""
+    if session.device.type != "cuda":
+        return
+    grids = next(iter(calls.values()))
+    lengths = [t * h * w for t, h, w in grids]
+    budget = min((b for b in session.manager.token_budgets if 4 * b >= sum(lengths)), default=None)
+    if budget is None:
+        run.add(notes=["no graph was mapped: no budget holds the first case"])
+        return
+    maps: list[ModuleMap] = []
+    inputs = session.inputs(grids, seed=run.effort.seed)
+    for way in ways:
+        if way.graphs is None or way.name not in (GRAPH, "resampler", "fused", ALL):
+            continue
+        way.run(inputs)  # leaves the buffers filled with the case
+        model, values = way.graphs.model, way.graphs.manager.budget_graphs["default"][budget].input_buffers
+        parts = registry.builder(session.facts.key).parts
+        work = ernie_work(model, session.facts, lengths, int(values["pixel_values"].shape[0]))
+
+        forward = partial(_forward, model, values)
+        try:
+            with torch.inference_mode():
+                maps.append(map_graph(way.name, budget, model, parts, forward, work))
+        except _NOT_RUN as error:
+            maps.append(ModuleMap(name=way.name, budget=budget, nodes=0, why_not=f"{type(error).__name__}: {error}"))
+    run.add(maps=maps)
+
+
+def _forward(model: Any, values: dict[str, torch.Tensor]) -> torch.Tensor:
+    output: torch.Tensor = model.encoder_cudagraph_forward(dict(values))  # the models pop from it
+    return output
+
+
+def _boundaries(run: _Run, session: EncoderSession, calls: Calls, names: Sequence[str]) -> None:
+    """Probe the capture boundary at the first case; last, because a refused capture may leave the device in error."""
+    try:
+        report = probe(session, next(iter(calls.values())), names)
+    except _NOT_RUN as error:
+        run.add(notes=[f"the boundary probe failed: {type(error).__name__}: {error}"[:300]])
+        return
+    run.add(boundaries=report.boundaries)
