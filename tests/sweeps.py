@@ -16,6 +16,11 @@ from workbench.run import Environment
 class Invented(Worker):
     """Writes each task's name into the file `measured` of the folder that the request calls its workload."""
 
+    def prepare(self) -> None:
+        """Nothing to build; a seed of 13 stands for a machine that cannot."""
+        if self.request.encoder.seed == 13:
+            raise WorkbenchError("no GPU here; use --device cpu")
+
     def compare(self, task: Task) -> tuple[Environment, Comparison]:
         folder = Path(self.request.workload)
         with (folder / "measured").open("a") as log:
@@ -37,10 +42,10 @@ class Invented(Worker):
         )
 
 
-def request(folder: Path, *names: str, repeats: int = 2) -> Request:
+def request(folder: Path, *names: str, repeats: int = 2, seed: int = 0, device: str = "cpu") -> Request:
     """One task of a name each; the worker keeps its log in `folder`."""
     fields: dict[str, object] = dict.fromkeys(Encoder.__struct_fields__)
-    fields |= {"model": "ernie45_vl", "dtype": "bfloat16", "seed": 0, "device": "cpu"}
+    fields |= {"model": "ernie45_vl", "dtype": "bfloat16", "seed": seed, "device": device}
     fields |= {"max_model_len": 16_384, "max_num_batched_tokens": 8192}
     return Request(
         schema_version=SCHEMA_VERSION,

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from workbench.cli import GROUPS, app
 
-HEAVY = {"torch", "vllm", "pandas", "plotly", "numba"}
+HEAVY = {"torch", "vllm", "pandas", "plotly", "numba", "ray"}
 LISTING = "import json, sys; print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
 
 
@@ -32,6 +32,20 @@ def test_help_is_light_and_works() -> None:
     code = "import sys; sys.argv = ['workbench', '--help']\nfrom workbench.cli import main\n"
     code += "try:\n    main()\nexcept SystemExit as end:\n    assert end.code == 0"
     assert not imported(code) & HEAVY
+
+
+@pytest.mark.parametrize(
+    ("code", "most"),
+    [
+        ("import workbench", 100),
+        ("from workbench.cli import app", 400),
+    ],
+)
+def test_few_modules_are_imported(code: str, most: int) -> None:
+    """Start-up time is the number of modules: 70 for the package, 360 with all of rich for `workbench --help`."""
+    count = "import sys; print(len(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", f"{code}\n{count}"], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < most
 
 
 def test_env_needs_no_engine() -> None:

@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.sweeps import Invented, measured, request
+from workbench import fleet
 from workbench.budgets import Configuration
 from workbench.cli import app
 from workbench.commands.sweep import read_configurations, show
@@ -122,6 +123,18 @@ def test_another_request_is_refused_and_an_occupied_folder_too(tmp_path: Path) -
         sweep(request(tmp_path, "a"), out, HERE)
 
 
+def test_a_machine_that_cannot_run_the_encoder_leaves_no_folder(tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    with pytest.raises(WorkbenchError, match="no GPU here"):
+        sweep(request(tmp_path, "a", seed=13), out, HERE)
+    assert not out.exists()
+    sweep(request(tmp_path, "a"), out, HERE)
+    (out / "results" / "0000.json").unlink()
+    with pytest.raises(WorkbenchError, match="other encoder"):
+        sweep(request(tmp_path, "a", seed=13), out, HERE, resume=True)
+    assert (out / REQUEST_FILE).is_file()
+
+
 def test_bad_requests() -> None:
     pytest.importorskip("torch")
     from workbench.encoder.session import SessionOptions
@@ -216,21 +229,34 @@ def test_a_killed_head_loses_nothing_that_had_finished(tmp_path: Path, address: 
 
 
 @needs_ray
-def test_a_task_whose_worker_is_killed_is_tried_again(tmp_path: Path, cluster: Cluster) -> None:
+def test_a_task_whose_worker_is_killed_is_tried_again(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "RETRIES", 1)  # each new worker takes seconds
     names = ("a", "dies once", "refused", "dies always", "b")
     results = sweep(request(tmp_path, *names), tmp_path / "sweep", OnRay(cluster.address, 1, Invented))
     failed = {result.task.name: result.failed for result in results if result.failed}
     assert failed.keys() == {"refused", "dies always"}
-    assert "died 3 times" in (failed["dies always"] or "")
+    assert "died 2 times" in (failed["dies always"] or "")
     begun = measured(tmp_path)
-    assert (begun.count("dies once"), begun.count("dies always"), begun.count("b")) == (2, 3, 1)
+    assert (begun.count("dies once"), begun.count("dies always"), begun.count("b")) == (2, 2, 1)
+
+
+@needs_ray
+@pytest.mark.parametrize(("device", "message"), [("cuda:1", "sees one GPU"), ("cuda", "has no GPU")])
+def test_gpus_that_ray_does_not_have(tmp_path: Path, cluster: Cluster, device: str, message: str) -> None:
+    with pytest.raises(WorkbenchError, match=message):
+        sweep(request(tmp_path, "a", device=device), tmp_path / "sweep", OnRay(cluster.address, 1, Invented))
+    assert not (tmp_path / "sweep").exists()
 
 
 @needs_ray
 @pytest.mark.engine
-def test_vllms_classes_on_a_worker(tmp_path: Path, cluster: Cluster) -> None:
-    result = command(tmp_path, "--ray", cluster.address, "--workers", "1")
-    assert result[0].comparison is not None
+def test_vllms_classes_on_two_workers(tmp_path: Path, cluster: Cluster) -> None:
+    small, one = command(tmp_path, "--ray", cluster.address, "--workers", "2")
+    assert small.comparison is not None
+    assert one.comparison is not None
+    assert small.comparison.model == one.comparison.model
 
 
 @needs_ray

@@ -164,6 +164,21 @@ class Worker:
         self.open = ExitStack()
         self.session: EncoderSession | None = None
 
+    def prepare(self) -> None:
+        """Build the encoder unless it is there.
+
+        Raises:
+            WorkbenchError: this machine cannot run it, whatever the task.
+        """
+        from workbench.encoder import calibrate
+        from workbench.encoder.session import SessionOptions, open_session
+
+        if self.session is None:
+            named = msgspec.structs.asdict(self.request.encoder)
+            checkpoint = self.request.encoder.checkpoint
+            options = SessionOptions(**named | {"checkpoint": checkpoint and Path(checkpoint)})
+            self.session = self.open.enter_context(open_session(options, calibrate.IDLE))
+
     def measure(self, task: bytes) -> bytes:
         """Measure one task; whatever goes wrong becomes a result that says so."""
         one = msgspec.json.decode(task, type=Task)
@@ -191,15 +206,11 @@ class Worker:
     def compare(self, task: Task) -> tuple[Environment, Comparison]:
         """Capture the configuration and time the calls."""
         from workbench.encoder import calibrate
-        from workbench.encoder.session import SessionOptions, open_session
         from workbench.environment import environment
 
         request = self.request
-        if self.session is None:
-            named = msgspec.structs.asdict(request.encoder)
-            checkpoint = request.encoder.checkpoint
-            options = SessionOptions(**named | {"checkpoint": checkpoint and Path(checkpoint)})
-            self.session = self.open.enter_context(open_session(options, calibrate.IDLE))
+        self.prepare()
+        assert self.session is not None
         machine = environment()
         return machine, calibrate.compare(
             self.session,
@@ -224,9 +235,14 @@ class InProcess:
         self.worker = worker
 
     def results(self, request: Request, tasks: Sequence[Task]) -> Iterator[Result]:
-        """See `Executor`."""
+        """See `Executor`.
+
+        Raises:
+            WorkbenchError: this machine cannot run the encoder.
+        """
         worker = self.worker(msgspec.json.encode(request))
         try:
+            worker.prepare()
             for task in tasks:
                 yield msgspec.json.decode(worker.measure(msgspec.json.encode(task)), type=Result)
         finally:
@@ -257,6 +273,10 @@ class OnRay:
             WorkbenchError: Ray is not installed, there is no such cluster, it lacks GPUs, or it goes away.
         """
         with _connected(self.address, self.workers) as (ray, head):
+            if (request.encoder.device or "").startswith("cuda:"):
+                raise WorkbenchError(
+                    "on Ray each worker sees one GPU, chosen by Ray; use --device cuda, or leave it out"
+                )
             gpus = int(ray.cluster_resources().get("GPU", 0)) if request.encoder.device != "cpu" else 0
             if request.encoder.device not in (None, "cpu") and not gpus:
                 raise WorkbenchError(f"the Ray cluster {self.address} has no GPU; use --device cpu, or nodes with GPUs")
@@ -365,12 +385,18 @@ def sweep(
     numbers = {task.name: number for number, task in enumerate(request.tasks)}
     finished = len(request.tasks) - len(missing)
     progress(f"{finished} of {len(numbers)} configurations", finished / len(numbers))
-    if missing:
-        for result in (executor or InProcess()).results(request, missing):
+    try:
+        for result in (executor or InProcess()).results(request, missing) if missing else ():
             write_json(_result_file(out, numbers[result.task.name]), result)
             known[result.task.name] = result
             finished += 1
             progress(f"{finished} of {len(numbers)} configurations", finished / len(numbers))
+    except WorkbenchError:
+        if not known:  # refused before anything was measured: leave no folder that the next try would find occupied
+            (out / REQUEST_FILE).unlink(missing_ok=True)
+            with suppress(OSError):
+                out.rmdir()
+        raise
     return [known[task.name] for task in request.tasks]
 
 
