@@ -45,6 +45,9 @@ PLANTED: list[tuple[str, str]] = [
     ("ms-12345678-90ab-cdef-1234-567890abcdef", "12345678-90ab"),
     ("-----BEGIN RSA PRIVATE KEY-----\nMIIEow\nAbC=\n-----END RSA PRIVATE KEY-----", "MIIEow"),
     ("-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk", "b3BlbnNzaC1rZXk"),
+    ("-----BEGIN PGP PRIVATE KEY BLOCK-----\nlQOYBF\n-----END PGP PRIVATE KEY BLOCK-----", "lQOYBF"),
+    ("lsv2_pt_0123456789abcdef0123456789abcdef_0123456789", "0123456789abcdef"),
+    ("shpat_0123456789abcdef0123456789abcdef", "0123456789abcdef"),
     ("Authorization: Bearer abcdef0123456789", "abcdef0123456789"),
     ("curl -H 'Authorization: token 5f70bf18a086007016e948b04aed3b82'", "5f70bf18a086"),
     ("Cookie: session=deadbeef; theme=dark", "deadbeef"),
@@ -60,6 +63,7 @@ PLANTED: list[tuple[str, str]] = [
     ("password: correcthorse", "correcthorse"),
     ('{"api_key": "correcthorse"}', "correcthorse"),
     ("the token is correcthorse", "correcthorse"),
+    ("the host is trainer-3", "trainer-3"),
     ("AccountKey=Zm9vYmFyYmF6cXV4cXV1eA==;EndpointSuffix=core", "Zm9vYmFyYmF6"),
     ("https://store.example.net/x?X-Amz-Signature=abc123&y=1", "abc123"),
     ("https://user:pw123@github.com/a/b.git", "pw123"),
@@ -70,6 +74,9 @@ PLANTED: list[tuple[str, str]] = [
     ("mail bob.smith@mycompany.net today", "bob.smith"),
     ("bob@worker7:~/x$ make", "worker7"),
     ("ssh root@10.20.30.40", "10.20.30.40"),
+    ("janedoe@10.2.3.4", "janedoe"),
+    ("ran on gpu-a100-07.dc3.acme.net", "acme"),
+    ("gpu07.prod.acme.com answered", "acme"),
     ("listening on 192.168.1.77:8000", "192.168.1.77"),
     ("addr fe80::1ff:fe23:4567:890a up", "fe80::1ff"),
     ("2001:db8:85a3::8a2e:370:7334", "85a3"),
@@ -149,6 +156,8 @@ INNOCENT: list[str] = [
     "VocabParallelEmbeddingWithLoRAColumnParallelLinearWithShardedLoRA",
     "a user annotation, the host side, process 3",
     "pip install vllm==0.33.0 torch>=2.11",
+    "host: 12.3 us; the host is idle, the auth is required, the token is missing",
+    "layers.0.net encoder.backbone.net see docs.python.org or docs.vllm.ai",
 ]  # fmt: skip
 
 

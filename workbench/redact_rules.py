@@ -55,6 +55,11 @@ _CODE_FILE = re.compile(
     r"[\w.+@-]{1,100}\.(?:pyi?|pyx|cuh?|cpp|cc|c|h|hpp|so(?:\.\d+)*|json(?:\.gz)?|gz|md|txt|ipynb|sqlite|ya?ml|toml|log)$"
 )
 _OPEN_PATH = re.compile(r"/(?:usr|lib|lib64|bin|sbin|etc|proc|sys|dev(?!/shm)|opt/(?:conda|nvidia|rocm)|v\d+)(?:/|$)")
+_STATE = re.compile(
+    r"(?:not|no|required|missing|invalid|valid|expired|empty|unset|needed|optional|disabled|enabled|unknown|"
+    r"ignored|unused|wrong)(?![\w-])",
+    re.IGNORECASE,
+)
 _HASH = re.compile(r"(?:0x)?(?:[0-9a-f]+|[0-9A-F]+)$|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$")
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 
@@ -93,8 +98,22 @@ def keep_variable(match: re.Match[str]) -> str | None:
 
 
 def keep_named_secret(match: re.Match[str]) -> str | None:
-    """`token: 64` counts tokens; every other named secret goes."""
-    return match["x"] if match["name"].lower() == "token" and re.fullmatch(r"\d{1,7}", match["x"]) else None
+    """`token: 64` counts tokens, "auth is required" is prose; every other named secret goes."""
+    text = match["x"]
+    counts = match["name"].lower() == "token" and re.fullmatch(r"\d{1,7}", text)
+    return text if counts or (match["is"] and _STATE.match(text)) else None
+
+
+def keep_host(match: re.Match[str]) -> str | None:
+    """Keep measures ("host: 12.3 us") and prose ("the host is idle"), which tell of host time."""
+    text = match["x"].rstrip(".")
+    prose = match["is"] and re.fullmatch(r"[A-Za-z]+", text)
+    return match["x"] if prose or re.fullmatch(r"\d+(?:\.\d+)?", text) else None
+
+
+def keep_public(match: re.Match[str]) -> str | None:
+    """Keep well-known public hosts."""
+    return match["x"] if _PUBLIC_HOST.match(match["x"].lower()) else None
 
 
 def keep_ipv4(match: re.Match[str]) -> str | None:
@@ -166,6 +185,8 @@ _TOKENS = r"""
   | dop_v1_[0-9a-f]{40,} | dapi[0-9a-f]{32} | tskey-[\w-]{16,} | hvs\.[\w-]{20,}
   | [rsp]k_(?:live|test)_[A-Za-z0-9]{16,} | SG\.[\w-]{16,}\.[\w-]{16,}
   | npm_[A-Za-z0-9]{30,} | pypi-[\w-]{40,} | dckr_pat_[\w-]{20,}
+  | lsv2_[a-z]{2}_[0-9a-f]{32}\w* | PMAK-[0-9a-f]{24}-[0-9a-f]{34} | shp(?:at|ca|pa|ss)_[0-9a-f]{32}
+  | v1\.0-[0-9a-f]{24}-[0-9a-f]{64,}
   | eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?
 )(?![A-Za-z0-9])"""
 _OPTION = r"(?i)(?<!\S)--?(?:[a-z0-9]+[-_])*"
@@ -178,7 +199,7 @@ _NAMED = r"""(?:token|secret|passw(?:or)?d|passphrase|api[_-]?key|access[_-]?key
 RULES: tuple[Rule, ...] = (
     _rule(
         "private-key",
-        r"-----BEGIN\ [A-Z ]*PRIVATE\ KEY-----[\s\S]*?(?:-----END\ [A-Z ]*PRIVATE\ KEY-----|$)",
+        r"-----BEGIN\ [A-Z ]*PRIVATE\ KEY(?:\ BLOCK)?-----[\s\S]*?(?:-----END\ [A-Z ]*PRIVATE\ KEY(?:\ BLOCK)?-----|$)",
     ),
     _rule("token", _TOKENS),
     _rule(
@@ -214,7 +235,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "secret",
         rf"""(?i)(?<![\w-])(?:[a-z0-9]+[_-])*?(?P<name>{_NAMED})["']?
-        \s*(?:[:=]|\bis\b)\s*["']?(?P<x>(?!<)[^\s"',;}}]{{6,}})""",
+        \s*(?:[:=]|(?P<is>\bis\b))\s*["']?(?P<x>(?!<)[^\s"',;}}]{{6,}})""",
         keep_named_secret,
         guess=True,
     ),
@@ -227,7 +248,8 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "host",
         rf"""(?i)(?<![\w-])(?:host(?:name)?|nodename|fqdn)["']?
-        \s*(?:[:=]|\bis\b)\s*["']?(?P<x>{_NOT_LOCAL}[\w.-]+)""",
+        \s*(?:[:=]|(?P<is>\bis\b))\s*["']?(?P<x>{_NOT_LOCAL}[\w.-]+)""",
+        keep_host,
         guess=True,
     ),
     _rule(
@@ -236,6 +258,7 @@ RULES: tuple[Rule, ...] = (
         [A-Za-z][\w.-]*(?::[~\w./-]*)?)""",
         guess=True,
     ),
+    _rule("account", r"(?<![\w.@/+-])[\w.+-]+@(?:\d{1,3}\.){3}\d{1,3}(?![\w]|\.\d)", guess=True),
     _rule(
         "path",
         rf"""(?i)(?:(?<!<path>)(?P<x>(?:/home/|/users/){_PART}
@@ -258,6 +281,13 @@ RULES: tuple[Rule, ...] = (
         "host",
         r"""(?i)(?<![\w.-])(?P<x>(?:[\w-]+\.)+(?:internal|local|localdomain|corp|lan|intra|intranet|home|svc
         |cluster|amazonaws\.com|cloudapp\.azure\.com|googleusercontent\.com))(?![\w-])""",
+        guess=True,
+    ),
+    _rule(  # three labels and more; ".net" also ends names of modules, so there the first must look numbered
+        "host",
+        r"""(?i)(?<![\w./@-])(?P<x>(?:[a-z][a-z0-9-]{0,62}\.(?:[a-z0-9-]{1,63}\.){1,8}(?:com|org|edu|gov|mil)
+        |(?=[a-z]{1,62}(?:-|\d\d))[a-z0-9-]{1,63}\.(?:[a-z0-9-]{1,63}\.){1,8}net))(?![\w-]|\.\w)""",
+        keep_public,
         guess=True,
     ),
     _rule("host", r"(?i)\b(?P<x>ip-\d+-\d+-\d+-\d+[\w.-]*)", guess=True),
