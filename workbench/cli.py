@@ -24,6 +24,7 @@ GROUPS: tuple[str, ...] = (
     "parity",
     "boundary",
     "engine_bench",
+    "parallel",
 )
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # wherever a command writes: disk, quota, largest file

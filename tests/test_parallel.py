@@ -1,0 +1,172 @@
+"""Encoder calls over two ranks: vLLM's own sharding and gather with two gloo processes, and ranks that fail."""
+
+import gzip
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from workbench.budgets import Configuration, Limits, resolve
+from workbench.cli import app
+from workbench.commands.parallel import parse_calls
+from workbench.errors import WorkbenchError
+from workbench.models import model_facts
+from workbench.planner import plan
+
+pytestmark = pytest.mark.engine
+pytest.importorskip("vllm", reason="the engine is not installed")
+
+from workbench.encoder import parallel  # noqa: E402  needs torch
+from workbench.encoder.parallel import Job, ParallelRun, RankCall, balance, run_parallel  # noqa: E402
+from workbench.encoder.session import SessionOptions  # noqa: E402
+
+GLM = model_facts("glm4_1v")
+OPTIONS = SessionOptions("glm4_1v", depth=1, width=128, device="cpu")
+CONFIGURATION = Configuration((64, 128, 256), 4)
+# One image, so that a rank has none; two equal ones; a skewed mix; more than the replays hold.
+CALLS = [
+    [(1, 16, 16)],
+    [(1, 24, 24)] * 2,
+    [(1, 32, 32), (1, 8, 8), (1, 4, 4), (1, 10, 12), (1, 6, 6)],
+    [(1, 8, 8)] * 11 + [(1, 40, 40)],
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks."""
+    out = tmp_path_factory.mktemp("ranks") / "out"
+    run_parallel(OPTIONS, CONFIGURATION, CALLS, 2, out, repeats=1, seconds=300)
+    return out
+
+
+def test_shared_calls_give_the_bits_of_one_rank(folder: Path) -> None:
+    run = msgspec.json.decode((folder / parallel.RESULT_FILE).read_bytes(), type=ParallelRun)
+    assert [rank.rank for rank in run.ranks] == [0, 1]
+    assert len({rank.model.weights_fingerprint for rank in run.ranks}) == 1
+    for rank in run.ranks:
+        assert all(share.equal and share.max_abs == 0 for share in rank.calls)
+        assert all(len(samples) == 1 for share in rank.calls for samples in share.wall_us.values())
+
+
+def test_shares_and_batches_are_the_planners(folder: Path) -> None:
+    run = msgspec.json.decode((folder / parallel.RESULT_FILE).read_bytes(), type=ParallelRun)
+    for index, call in enumerate(CALLS):
+        tokens = [GLM.tokens(grid) for grid in call]
+        planned = plan(tokens, [0, len(tokens)], resolve(CONFIGURATION, Limits.of(GLM, video_limit=0)), dp=2).record()
+        for rank in run.ranks:
+            share = rank.calls[index]
+            # The watch counts within the share.
+            ours = [([share.items[i] for i in batch.items], batch.tokens, batch.budget) for batch in share.batches]
+            theirs = [
+                (batch["items"], batch["tokens"], batch["budget"])
+                for batch in planned["calls"][0]["batches"]
+                if batch["rank"] == rank.rank
+            ]
+            assert ours == theirs
+            assert share.gathered_rows == max(other.calls[index].tokens for other in run.ranks)
+
+
+def test_balance_counts_patches_and_padding(folder: Path) -> None:
+    run = msgspec.json.decode((folder / parallel.RESULT_FILE).read_bytes(), type=ParallelRun)
+    rows = balance(run)
+    assert [row.items for row in rows[:2]] == [[1, 0], [1, 1]]
+    assert (rows[0].imbalance, rows[0].padded) == (2.0, 0.5)
+    assert (rows[1].imbalance, rows[1].padded) == (1.0, 0.0)
+    for row, call in zip(rows, CALLS, strict=True):
+        assert sum(row.patches) == sum(t * h * w for t, h, w in call)
+        assert min(row.waiting_us) == 0
+
+
+def test_traces_carry_their_rank(folder: Path) -> None:
+    for rank in range(2):
+        trace = json.loads(gzip.decompress((folder / f"rank{rank}" / "trace.json.gz").read_bytes()))
+        assert trace["distributedInfo"]["rank"] == rank
+        names = {event.get("name") for event in trace["traceEvents"]}
+        assert {f"call#{number} rank#{rank}" for number in range(len(CALLS))} <= names
+
+
+def test_ranks_that_differ_are_refused_by_name(tmp_path: Path) -> None:
+    def change(rank: int, job: Job) -> Job:
+        return msgspec.structs.replace(job, budgets=[64, 128]) if rank == 1 else job
+
+    with pytest.raises(
+        WorkbenchError, match=r"rank 1 has other budgets than rank 0 \(\[64, 128\], not \[64, 128, 256\]"
+    ):
+        run_parallel(OPTIONS, CONFIGURATION, CALLS[:1], 2, tmp_path / "out", seconds=300, change=change)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def kill(processes: "list[subprocess.Popen[bytes]]") -> None:
+        started.extend(processes)
+        processes[1].kill()
+
+    began = time.monotonic()
+    with pytest.raises(WorkbenchError, match="rank 1 was ended by SIGKILL; the other ranks were ended"):
+        run_parallel(OPTIONS, CONFIGURATION, CALLS[:1], 2, tmp_path / "out", on_start=kill)
+    assert time.monotonic() - began < 30  # the promise of the launcher
+    assert all(process.poll() is not None for process in started)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_take_too_long_are_ended(tmp_path: Path) -> None:
+    with pytest.raises(WorkbenchError, match="did not finish in 0 s"):
+        run_parallel(OPTIONS, CONFIGURATION, CALLS[:1], 2, tmp_path / "out", seconds=0.2)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "calls", "message"),
+    [
+        (SessionOptions("glm4_1v", device="cuda"), 2, CALLS, "2 ranks need 2 GPUs and 1 is visible"),
+        (SessionOptions("glm4_1v"), 4, CALLS, "4 ranks need 4 GPUs"),
+        (OPTIONS, 1, CALLS, "ask for 2 or more"),
+        (OPTIONS, 2, [], "no call"),
+        (OPTIONS, 2, [[]], "without items"),
+        (SessionOptions("ernie45_vl", device="cpu"), 2, CALLS, 'no mm_encoder_tp_mode="data" for ERNIE'),
+    ],
+)
+def test_bad_input(options: SessionOptions, ranks: int, calls: list[list[tuple[int, int, int]]], message: str) -> None:
+    with pytest.raises(WorkbenchError, match=message):
+        parallel._check(options, ranks, calls, gpus=1)
+
+
+def test_ernie_has_no_data_parallel_mode_in_vllm() -> None:
+    from workbench.encoder import engine
+
+    engine.require_vllm()
+    from vllm.model_executor.models.ernie45_vl import Ernie4_5_VLMoeForConditionalGeneration
+    from vllm.model_executor.models.glm4_1v import Glm4vForConditionalGeneration
+
+    assert not getattr(Ernie4_5_VLMoeForConditionalGeneration, "supports_encoder_tp_data", False)
+    assert Glm4vForConditionalGeneration.supports_encoder_tp_data
+
+
+def test_calls_are_written_in_pixels() -> None:
+    calls, modality = parse_calls(["336x336*2,224x224", "896x448"], "glm4_1v")
+    assert modality == "image"
+    assert calls == [[(1, 24, 24)] * 2 + [(1, 16, 16)], [(1, 32, 64)]]
+    assert parse_calls(["224x224x8"], "glm4_1v") == ([[(4, 16, 16)]], "video")
+
+
+@pytest.mark.parametrize("text", ["336", "336x", "336x336*99999", "a", "336x336,224x224x8", "0x10", "30000x10"])
+def test_calls_that_are_none(text: str) -> None:
+    with pytest.raises(WorkbenchError):
+        parse_calls([text], "glm4_1v")
+
+
+def test_the_verb_ends_with_2_before_anything_starts(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["parallel", "--call", "336x336", "--out", str(tmp_path / "o"), "--ranks", "1"])
+    assert isinstance(result.exception, WorkbenchError)
+
+
+def test_a_share_is_stored_strictly() -> None:
+    with pytest.raises(msgspec.ValidationError, match="items"):
+        msgspec.json.decode(b"{}", type=RankCall)

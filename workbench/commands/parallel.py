@@ -1,0 +1,132 @@
+"""`workbench parallel`: one encoder call over several GPUs, beside one GPU, by graphs and eagerly."""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from workbench.errors import WorkbenchError
+
+if TYPE_CHECKING:
+    from workbench.encoder.parallel import Grid, ParallelRun
+
+Option = typer.Option
+_ITEMS = re.compile(r"(\d+)x(\d+)(?:x(\d+))?(?:\*(\d+))?")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb `parallel`."""
+    app.command("parallel")(parallel)
+
+
+def parallel(
+    call: Annotated[
+        list[str], Option(help="A call's items in pixels, WIDTHxHEIGHT[xFRAMES][*COUNT], with commas; repeatable.")
+    ],
+    out: Annotated[Path, Option(help="The new folder.")],
+    ranks: Annotated[int, Option(help="Processes, one GPU each.")] = 2,
+    model: Annotated[str, Option(help="Which encoder: glm4_1v, qwen2_5_vl or qwen3_vl.")] = "glm4_1v",
+    budgets: Annotated[str, Option(help="Token budgets like 128,256; empty: vLLM's own.")] = "",
+    max_items: Annotated[int, Option(help="Images or videos per replay; 0: vLLM's own.")] = 0,
+    max_frames: Annotated[int | None, Option(help="Video frames per replay; left out: vLLM's own.")] = None,
+    repeats: Annotated[int, Option(help="Timed samples per arm and call.")] = 20,
+    depth: Annotated[int | None, Option(help="Blocks of a reduced encoder.")] = None,
+    width: Annotated[int | None, Option(help="Features of a reduced encoder.")] = None,
+    device: Annotated[str | None, Option(help="cuda or cpu; left out: cuda if there is one.")] = None,
+    seconds: Annotated[float, Option(help="The ranks are ended after this time.")] = 600.0,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace what the folder holds.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Share calls over ranks as vLLM's data-parallel vision encoder does, and time it beside one GPU.
+
+    Exit code 1: the shared outputs are not those of one rank.
+    """
+    from workbench.budgets import Configuration, parse_budgets
+    from workbench.progress import progress_bar
+
+    calls, modality = parse_calls(call, model)
+    configuration = Configuration(parse_budgets(budgets), max_items, max_frames)
+    from workbench.encoder.parallel import balance, run_parallel
+    from workbench.encoder.session import SessionOptions
+
+    options = SessionOptions(
+        model=model, depth=depth, width=width, device=device, video_limit=1 if modality == "video" else 0
+    )
+    with progress_bar() as progress:
+        run = run_parallel(
+            options,
+            configuration,
+            calls,
+            ranks,
+            out,
+            modality=modality,  # type: ignore[arg-type]  # one of the two
+            repeats=repeats,
+            overwrite=overwrite,
+            seconds=seconds,
+            progress=progress,
+        )
+    if as_json:
+        import msgspec
+
+        print(msgspec.json.encode({"run": run, "balance": balance(run)}).decode())
+    else:
+        _show(run)
+    if not all(share.equal for rank in run.ranks for share in rank.calls):
+        raise typer.Exit(1)
+
+
+def parse_calls(texts: list[str], model: str) -> "tuple[list[list[Grid]], str]":
+    """Return the patch grids of calls like `336x336*8` or `896x896,224x224*3`, and their modality.
+
+    Raises:
+        WorkbenchError: not of this form, images and videos together, or a size that the model does not take.
+    """
+    import numpy as np
+
+    from workbench.grids import check_sizes, to_grids
+    from workbench.models import model_facts
+
+    facts = model_facts(model)
+    calls, kinds = [], set()
+    for text in texts:
+        sizes: list[tuple[int, int, int]] = []
+        for part in text.split(","):
+            found = _ITEMS.fullmatch(part.strip())
+            if found is None or int(found[4] or 1) > 10_000:
+                raise WorkbenchError(f"{part.strip()!r} is no item; write WIDTHxHEIGHT[xFRAMES][*COUNT], as 336x336*8")
+            width, height, frames, count = found.groups()
+            sizes += [(int(width), int(height), int(frames or 1))] * int(count or 1)
+            kinds.add("video" if int(frames or 1) > 1 else "image")
+        made = to_grids(check_sizes(np.array(sizes), f"item {{}} of {text}".format), facts)
+        if (made.failed | made.refused).any():
+            raise WorkbenchError(f"{facts.title} does not take a size of {text!r}; choose another")
+        calls.append([(int(t), int(h), int(w)) for t, h, w in made.grids.tolist()])
+    if len(kinds) > 1:
+        raise WorkbenchError("images and videos are calls of their own in vLLM; give them to two runs")
+    return calls, kinds.pop()
+
+
+def _show(run: "ParallelRun") -> None:
+    from statistics import median
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from workbench.encoder.parallel import ARMS, balance
+
+    timed = run.replay == "cuda_graph"
+    table = Table(title=f"{len(run.ranks)} ranks, {run.ranks[0].model.key}", title_justify="left")
+    for column in ("call", "items per rank", "patches per rank", "imbalance", "padded", "equal", *ARMS, "waiting"):
+        table.add_column(column)
+    for row in balance(run):
+        shares = [rank.calls[row.call] for rank in run.ranks]
+        # A call is over when its last rank is.
+        times = [max(median(share.wall_us[arm]) for share in shares) for arm in ARMS if shares[0].wall_us[arm]]
+        shown = [f"{value / 1e3:.2f} ms" for value in (*times, max(row.waiting_us))] if timed else ["-"] * 5
+        counts = ("/".join(map(str, row.items)), "/".join(map(str, row.patches)))
+        equal = "yes" if all(share.equal for share in shares) else "no"
+        table.add_row(str(row.call), *counts, f"{row.imbalance:.2f}", f"{row.padded:.0%}", equal, *shown)
+    Console().print(table)
+    if not timed:
+        print("static replay on the CPU: times mean nothing and are left out")

@@ -1,0 +1,523 @@
+"""One encoder call over several GPUs: vLLM's data-parallel vision encoder (`mm_encoder_tp_mode="data"`).
+
+    from workbench.encoder.parallel import run_parallel
+
+    run = run_parallel(SessionOptions("glm4_1v"), Configuration((64, 2048), 8), [[(1, 24, 24)] * 8], 2, Path("dp"))
+
+Every rank is a process with all of the encoder. The real `EncoderCudaGraphManager` shards a call by patches
+(`_dp_shard`), each rank replays its share, and `_dp_gather` pads the shares to the largest and gathers them. Four arms
+run the same calls: over all ranks and on one, by graphs and eagerly. On the CPU the ranks talk through gloo and graphs
+are static replays, so there only outputs, shares and padding mean something.
+
+Written: `parallel.json` and per rank a folder with `rank.json` and a Kineto trace whose rows carry the rank.
+"""
+
+import contextlib
+import gzip
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+import workbench
+from workbench.budgets import Configuration
+from workbench.errors import WorkbenchError
+from workbench.files import read_json, refuse_occupied, replacing_folder, write_json
+from workbench.progress import Progress, silent
+from workbench.run import Batch, ConfigRecord, Environment, ModelRecord, Record, Replay
+
+if TYPE_CHECKING:
+    from workbench.encoder.session import EncoderInputs, EncoderSession, SessionOptions
+
+SCHEMA_VERSION = 1
+RESULT_FILE = "parallel.json"
+Grid = tuple[int, int, int]
+ParallelArm = Literal["graph_ranks", "graph_one", "eager_ranks", "eager_one"]
+ARMS: tuple[ParallelArm, ...] = ("graph_ranks", "graph_one", "eager_ranks", "eager_one")
+GATHER_SECONDS = 20.0  # the other ranks are ended this long after one has failed, at the latest
+_POLL_SECONDS = 0.1
+
+
+class Job(Record, frozen=True):
+    """What a rank is to do; every rank gets the same."""
+
+    options: dict[str, Any]
+    budgets: list[int]
+    max_items: int
+    max_frames: int | None
+    calls: list[list[Grid]]
+    modality: Literal["image", "video"]
+    repeats: int
+    size: int
+    address: str
+
+
+class RankCall(Record, frozen=True):
+    """One rank's share of one call.
+
+    Attributes:
+        items: its items, indices into the call.
+        patches, tokens: of its items.
+        gathered_rows: output rows that every rank sends; `tokens` of them are real.
+        batches: its replays.
+        equal: the gathered outputs have the bits of this rank's own manager that runs the whole call alone.
+        max_abs: largest difference of the two.
+        wall_us: samples per arm, a barrier before each.
+        gather_us: samples of the gather alone, waiting for the slowest rank included.
+    """
+
+    items: list[int]
+    patches: int
+    tokens: int
+    gathered_rows: int
+    batches: list[Batch]
+    equal: bool
+    max_abs: float
+    wall_us: dict[ParallelArm, list[float]]
+    gather_us: list[float]
+
+
+class Rank(Record, frozen=True):
+    """What one rank measured; `trace` is the name of its Kineto trace."""
+
+    rank: int
+    model: ModelRecord
+    config: ConfigRecord
+    calls: list[RankCall]
+    trace: str
+
+
+class ParallelRun(Record, frozen=True):
+    """What all ranks measured on the same calls."""
+
+    schema_version: int
+    workbench: str
+    environment: Environment
+    replay: Replay
+    modality: Literal["image", "video"]
+    calls: list[list[Grid]]
+    ranks: list[Rank]
+
+
+class Balance(Record, frozen=True):
+    """How evenly one call was shared.
+
+    Attributes:
+        patches: per rank. `imbalance`: the largest share over the mean, 1 is even.
+        padded: share of the gathered rows that are padding.
+        waiting_us: per rank, the median gather minus the shortest rank's: time spent waiting for others.
+    """
+
+    call: int
+    items: list[int]
+    patches: list[int]
+    imbalance: float
+    padded: float
+    waiting_us: list[float]
+
+
+def balance(run: ParallelRun) -> list[Balance]:
+    """Return the table of shares, one row a call."""
+    from statistics import median
+
+    rows = []
+    for index in range(len(run.calls)):
+        shares = [rank.calls[index] for rank in run.ranks]
+        patches = [share.patches for share in shares]
+        gathers = [median(share.gather_us) if share.gather_us else 0.0 for share in shares]
+        sent = sum(share.gathered_rows for share in shares)
+        rows.append(
+            Balance(
+                call=index,
+                items=[len(share.items) for share in shares],
+                patches=patches,
+                imbalance=max(patches) * len(patches) / sum(patches),
+                padded=1 - sum(share.tokens for share in shares) / sent,
+                waiting_us=[gather - min(gathers) for gather in gathers],
+            )
+        )
+    return rows
+
+
+# The launcher ---------------------------------------------------------------------------------------------------
+
+
+def run_parallel(
+    options: "SessionOptions",
+    configuration: Configuration,
+    calls: Sequence[Sequence[Grid]],
+    ranks: int,
+    out: Path,
+    *,
+    modality: Literal["image", "video"] = "image",
+    repeats: int = 20,
+    overwrite: bool = False,
+    seconds: float = 600.0,
+    progress: Progress = silent,
+    on_start: Callable[[list["subprocess.Popen[bytes]"]], None] | None = None,
+    change: Callable[[int, Job], Job] | None = None,
+) -> ParallelRun:
+    """Start one process a rank, and return what they measured; `out` appears whole or not at all.
+
+    Args:
+        calls: (t, h, w) of each call's items.
+        repeats: samples per arm and call.
+        seconds: after which the ranks are ended.
+        on_start: told the processes, in rank order.
+        change: makes rank r's job another; for tests of ranks that do not agree.
+
+    Raises:
+        WorkbenchError: fewer than two ranks, more ranks than GPUs, a model without data parallelism, ranks that do not
+            agree, a rank that fails or dies.
+    """
+    from workbench.environment import environment, gpus
+
+    on_gpus = _check(options, ranks, calls, len(gpus()))
+    refuse_occupied(out, overwrite)
+    machine = environment()
+    with replacing_folder(out, overwrite) as folder, tempfile.TemporaryDirectory() as scratch:
+        job = _job(options, configuration, calls, modality, repeats, ranks)
+        jobs = [Path(scratch) / f"{rank}.json" for rank in range(ranks)]
+        for rank, path in enumerate(jobs):
+            write_json(path, change(rank, job) if change else job)
+        _run_ranks(jobs, folder, Path(scratch), seconds, progress, on_start)
+        measured = [read_json(_rank_folder(folder, rank) / "rank.json", Rank) for rank in range(ranks)]
+        run = ParallelRun(
+            schema_version=SCHEMA_VERSION,
+            workbench=workbench.__version__,
+            environment=machine,
+            replay="cuda_graph" if on_gpus else "static_replay",
+            modality=modality,
+            calls=[list(call) for call in calls],
+            ranks=measured,
+        )
+        write_json(folder / RESULT_FILE, run)
+    return run
+
+
+def _check(options: "SessionOptions", ranks: int, calls: Sequence[Sequence[Grid]], gpus: int) -> bool:
+    """Refuse what cannot run; return whether it runs on GPUs."""
+    from workbench.models import model_facts
+
+    facts = model_facts(options.model)
+    if facts.extra.get("single_rank"):
+        raise WorkbenchError(
+            f'vLLM has no mm_encoder_tp_mode="data" for {facts.title}: its vision tower is sharded by weights; use '
+            "glm4_1v, qwen2_5_vl or qwen3_vl"
+        )
+    if ranks < 2:
+        raise WorkbenchError(f"{ranks} ranks share nothing; ask for 2 or more")
+    if not calls or not all(calls):
+        raise WorkbenchError("there is no call to share, or one without items; give at least one grid per call")
+    on_gpus = gpus > 0 if options.device is None else options.device.startswith("cuda")
+    if on_gpus and ranks > gpus:
+        raise WorkbenchError(
+            f"{ranks} ranks need {ranks} GPUs and {gpus} {'is' if gpus == 1 else 'are'} visible; ask for fewer ranks, "
+            "or for the device cpu"
+        )
+    return on_gpus
+
+
+def _job(
+    options: "SessionOptions",
+    configuration: Configuration,
+    calls: Sequence[Sequence[Grid]],
+    modality: Literal["image", "video"],
+    repeats: int,
+    ranks: int,
+) -> Job:
+    import dataclasses
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    plain = {field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.name != "place"}
+    if options.checkpoint is not None:
+        plain["checkpoint"] = str(options.checkpoint.absolute())
+    return Job(
+        options=plain,
+        budgets=list(configuration.budgets),
+        max_items=configuration.max_items,
+        max_frames=configuration.max_frames,
+        calls=[list(call) for call in calls],
+        modality=modality,
+        repeats=repeats,
+        size=ranks,
+        address=f"tcp://127.0.0.1:{port}",
+    )
+
+
+def _rank_folder(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}"
+
+
+def _run_ranks(
+    jobs: Sequence[Path],
+    folder: Path,
+    scratch: Path,
+    seconds: float,
+    progress: Progress,
+    on_start: Callable[[list["subprocess.Popen[bytes]"]], None] | None,
+) -> None:
+    """Run all ranks to their end. When one fails, the others are ended and its reason is raised."""
+    from workbench.encoder.bootstrap import child_environment
+
+    environment = child_environment() | {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "VLLM_DIST_IDENT": scratch.name,  # names the shared memory of vLLM's CPU groups; its own worker sets it too
+    }
+    processes: list[subprocess.Popen[bytes]] = []
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        for rank, path in enumerate(jobs):
+            log = stack.enter_context((scratch / f"{rank}.log").open("wb"))
+            command = [sys.executable, "-m", __name__, str(path), str(rank), str(_rank_folder(folder, rank))]
+            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            stack.callback(_end, process)
+            processes.append(process)
+        if on_start is not None:
+            on_start(processes)
+        failed: dict[int, float] = {}
+        while any(process.poll() is None for process in processes):
+            now = time.monotonic() - began
+            for rank, process in enumerate(processes):
+                if process.poll() not in (None, 0):
+                    failed.setdefault(rank, now)
+            first = min(failed.values(), default=now)
+            # A rank that says why it failed may come after one that was only cut off by it.
+            if now > seconds or (failed and now - first > min(GATHER_SECONDS, 2.0)):
+                break
+            progress(f"{len(processes)} ranks", min(now / seconds, 0.99))
+            time.sleep(_POLL_SECONDS)
+        codes = [process.poll() for process in processes]
+    if any(codes) or None in codes:
+        raise WorkbenchError(_cause(codes, scratch, seconds))
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def _cause(codes: Sequence[int | None], scratch: Path, seconds: float) -> str:
+    """Say which rank failed and why: one with a reason of its own before those that were cut off."""
+    reasons: dict[int, str] = {}
+    for rank, code in enumerate(codes):
+        if code in (None, 0):
+            continue
+        assert code is not None
+        lines = (scratch / f"{rank}.log").read_text(errors="replace").strip().splitlines()
+        told = next((line.split(_MARK, 1)[1] for line in lines if _MARK in line), None)
+        if told is not None:
+            return f"rank {rank}: {told}"
+        if code < 0:
+            reasons[rank] = f"rank {rank} was ended by {signal.Signals(-code).name}; the other ranks were ended"
+        else:
+            reasons.setdefault(rank, f"rank {rank} failed: {lines[-1] if lines else f'exit code {code}'}")
+    killed = [reason for reason in reasons.values() if "was ended by" in reason]
+    if reasons:
+        return (killed or list(reasons.values()))[0]
+    return f"the ranks did not finish in {seconds:.0f} s and were ended; lower the repeats or the calls"
+
+
+# One rank -------------------------------------------------------------------------------------------------------
+
+_MARK = "workbench rank: "  # before the sentence of a WorkbenchError in a rank's log
+
+
+def rank_main(job_file: Path, rank: int, folder: Path) -> None:
+    """Run one rank's job and write its folder. The processes of `run_parallel` call it."""
+    from workbench.encoder import engine
+    from workbench.encoder.session import SessionOptions, open_session
+
+    job = read_json(job_file, Job)
+    engine.require_vllm()
+    given = dict(job.options)
+    if given["checkpoint"] is not None:
+        given["checkpoint"] = Path(given["checkpoint"])
+    if given["device"] is None:
+        given["device"] = engine.choose_device(None).type
+    if given["device"] == "cuda":
+        given["device"] = f"cuda:{rank}"
+    options = SessionOptions(**given, place=engine.Place(rank, job.size, job.address))
+    configuration = Configuration(tuple(job.budgets), job.max_items, job.max_frames)
+    with open_session(options, configuration) as session:
+        _agree(session, job)
+        session.capture()
+        with session.alone(configuration) as alone:
+            folder.mkdir()
+            calls = [session.inputs(call, job.modality, seed=number) for number, call in enumerate(job.calls)]
+            measured = [_measure(session, alone, inputs, job.repeats) for inputs in calls]
+            trace = _trace(session, calls, folder)
+        write_json(
+            folder / "rank.json",
+            Rank(rank=rank, model=session.model_record, config=session.config_record, calls=measured, trace=trace),
+        )
+
+
+def _agree(session: "EncoderSession", job: Job) -> None:
+    """Refuse ranks that were not asked for the same: their shares would not fit together, or worse, hang.
+
+    Raises:
+        WorkbenchError: a rank differs from rank 0, and in what.
+    """
+    import torch
+
+    place = session.options.place
+    assert place is not None
+    model = session.model_record
+    own = {
+        "model": f"{model.key} of depth {model.depth}, width {model.width}",
+        "weights": model.weights_fingerprint,
+        "budgets": str(list(session.manager.token_budgets)),
+        "max items": str(session.manager.max_batch_size),
+        "max frames": str(session.manager.max_frames_per_batch),
+        "calls": str(job.calls),
+        "repeats": str(job.repeats),
+    }
+    everyone: list[Any] = [None] * place.size
+    torch.distributed.all_gather_object(everyone, own)
+    for rank, theirs in enumerate(everyone):
+        for name, value in theirs.items():
+            if value != everyone[0][name]:
+                raise WorkbenchError(
+                    f"rank {rank} has other {name} than rank 0 ({value[:80]}, not {everyone[0][name][:80]}); give "
+                    "every rank the same"
+                )
+
+
+def _measure(session: "EncoderSession", alone: Any, inputs: "EncoderInputs", repeats: int) -> RankCall:
+    """Run one call in all arms: once for what it gives, then for its times."""
+    import torch
+
+    shard: dict[str, Any] = {}
+    with _noting(session, shard), session.watch() as batches:
+        together = session.graph(inputs)
+    with torch.inference_mode():
+        single = alone.execute(inputs.mm_kwargs)
+    gathers: list[float] = []
+    arms: dict[ParallelArm, Callable[[], Any]] = {
+        "graph_ranks": lambda: session.graph(inputs),
+        "graph_one": lambda: alone.execute(inputs.mm_kwargs),
+        "eager_ranks": lambda: session.eager_served(inputs),
+        "eager_one": lambda: session.eager_fallback(inputs),
+    }
+    wall: dict[ParallelArm, list[float]] = {arm: [] for arm in ARMS}
+    with _timed_gathers(session, gathers):
+        for number in range(repeats + 1):
+            for arm in ARMS if number % 2 else ARMS[::-1]:
+                gathers_before = len(gathers)
+                wall[arm].append(_time(session, arms[arm]))
+                if number == 0:  # warm-up
+                    del gathers[gathers_before:]
+    for samples in wall.values():
+        del samples[0]
+    return RankCall(
+        items=shard["items"],
+        patches=sum(t * h * w for t, h, w in (inputs.grids[item] for item in shard["items"])),
+        tokens=sum(inputs.tokens[item] for item in shard["items"]),
+        gathered_rows=shard["rows"],
+        batches=list(batches),
+        equal=all(torch.equal(a, b) for a, b in zip(together, single, strict=True)),
+        max_abs=max(float((a.float() - b.float()).abs().max()) for a, b in zip(together, single, strict=True)),
+        wall_us=wall,
+        gather_us=gathers,
+    )
+
+
+def _time(session: "EncoderSession", run: Callable[[], Any]) -> float:
+    """Microseconds of one call on this rank, all ranks starting together."""
+    import torch
+
+    session.synchronize()
+    torch.distributed.barrier()
+    began = time.perf_counter_ns()
+    with torch.inference_mode():
+        run()
+    session.synchronize()
+    return (time.perf_counter_ns() - began) / 1e3
+
+
+@contextlib.contextmanager
+def _noting(session: "EncoderSession", into: dict[str, Any]) -> Iterator[None]:
+    """Note this rank's share as vLLM's `_dp_shard` makes it."""
+    from workbench.encoder.instruments import wrapped
+
+    place = session.options.place
+    assert place is not None
+
+    def noting(original: Any) -> Any:
+        def shard(*args: Any) -> Any:
+            result = original(*args)
+            _, assignment, counts, rows = result
+            first = sum(counts[: place.rank])
+            into["items"] = list(assignment[first : first + counts[place.rank]])
+            into["rows"] = int(rows)
+            return result
+
+        return shard
+
+    with wrapped(session.manager, "_dp_shard", noting):
+        yield
+
+
+@contextlib.contextmanager
+def _timed_gathers(session: "EncoderSession", into: list[float]) -> Iterator[None]:
+    """Time vLLM's `_dp_gather`, the device synchronised around it."""
+    from workbench.encoder.instruments import wrapped
+
+    def timing(original: Any) -> Any:
+        def gather(*args: Any) -> Any:
+            session.synchronize()
+            began = time.perf_counter_ns()
+            result = original(*args)
+            session.synchronize()
+            into.append((time.perf_counter_ns() - began) / 1e3)
+            return result
+
+        return gather
+
+    with wrapped(session.manager, "_dp_gather", timing):
+        yield
+
+
+def _trace(session: "EncoderSession", calls: Sequence["EncoderInputs"], folder: Path) -> str:
+    """Trace one shared call of each by graphs; the file carries the rank, and its gathers align the ranks."""
+    import torch
+
+    place = session.options.place
+    assert place is not None
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if session.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    torch.distributed.barrier()
+    with torch.profiler.profile(activities=activities) as profile:
+        for number, inputs in enumerate(calls):
+            with torch.profiler.record_function(f"call#{number} rank#{place.rank}"):
+                session.graph(inputs)
+        session.synchronize()
+    plain = folder / "trace.json"
+    profile.export_chrome_trace(str(plain))
+    document = msgspec.json.decode(plain.read_bytes())
+    document["distributedInfo"] = {"rank": place.rank, "world_size": place.size}
+    plain.unlink()
+    packed = folder / "trace.json.gz"
+    packed.write_bytes(gzip.compress(msgspec.json.encode(document), 6))
+    return packed.name
+
+
+if __name__ == "__main__":
+    try:
+        rank_main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    except WorkbenchError as error:
+        print(f"{_MARK}{error}", file=sys.stderr, flush=True)
+        os._exit(1)  # a group that other ranks wait in cannot be taken down in peace
