@@ -39,7 +39,7 @@ from workbench.trace import read_trace
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 ALL = (*PAGES, ROOT / "DEVELOPERS.md")
-ENGINE_VERBS = {"capture", "calibrate", "checkpoint", "compare", "faults", "parity", "sweep"}
+ENGINE_VERBS = {"boundary", "capture", "calibrate", "checkpoint", "compare", "faults", "parity", "sweep"}
 NOT_RUN = {"gpu", "long"}
 FENCE = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")

@@ -4,8 +4,10 @@ Static replays of a small encoder: what the manager packs, copies and pads is vL
 """
 
 import random
+import re
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -387,3 +389,15 @@ def test_metadata_is_computed_once_per_grid(plain: EncoderSession) -> None:
         model = session.model
         assert (model.batch_cache.misses, model.batch_cache.hits) == (2, 2)
         assert model.item_cache.misses == 2
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_every_variant_has_a_page(variant: Any) -> None:
+    pages = Path(__file__).parents[1] / "docs"
+    text = (pages / "variants" / f"{variant.name}.md").read_text()
+    for heading in ("Idea", "The change in words", "Limits", "How to upstream", "Figures"):
+        assert f"\n## {heading}\n" in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert f"variants/{variant.name}.md" in (pages / "variants.md").read_text()
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        assert (pages / "variants" / target).resolve().is_file(), target
