@@ -5,8 +5,8 @@
 results.json holds what each benchmark wrote and the facts of the machine; results.md is made of it, and README quotes
 results.md (scripts/readme.py). A benchmark that is not asked for keeps what results.json had. HolisticTraceAnalysis
 and Perfetto live in a virtual environment under build/, made when it is missing. `--full` also reads a trace of ten
-million events, about 3 GB, written to benchmarks/data/ for as long as it is measured, and plans ten million items
-under 500 configurations.
+million events, about 3 GB, written to benchmarks/data/ for as long as it is measured, plans ten million items under
+500 configurations, and asks the advisor about as many.
 """
 
 import argparse
@@ -49,6 +49,7 @@ FULL: dict[str, tuple[str, ...]] = {
         *("benchmarks.trace_reader", "--events", "10000000", "--readers", "workbench", "--folder", str(DATA)),
     ),
     "sweep_full": ("benchmarks.sweep", "--items", "10000000", "--configurations", "500"),
+    "advisor_full": ("benchmarks.advisor", "--items", "10000000", "--per-call", "1"),
 }
 
 

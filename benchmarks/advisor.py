@@ -11,6 +11,7 @@ Not measured: reading the workload, importing, the GPU.
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,12 @@ def workload(items: int, per_call: int) -> Workload:
     return group(made, ItemsPerCall(per_call))
 
 
-def measure() -> dict[str, Any]:
-    """Return one row per workload and objective."""
+def measure(items: int, sizes: Sequence[int]) -> dict[str, Any]:
+    """Return one row per number of items in a call and objective."""
     model = CostModel(choose_profile("ernie45_vl"))
     rows = []
-    for per_call in PER_CALL:
-        calls, small = workload(ITEMS, per_call), workload(SMALL, per_call)
+    for per_call in sizes:
+        calls, small = workload(items, per_call), workload(SMALL, per_call)
         for objective in OBJECTIVES:
             advise(small, model, objective=objective)
             wall, processor = time.perf_counter(), time.process_time()
@@ -59,24 +60,26 @@ def measure() -> dict[str, Any]:
                     "max_items": advice.answer.max_items,
                 }
             )
-    return {"what": "advise()", "items": ITEMS, "max_graphs": MAX_GRAPHS, "profile": model.profile.title, "rows": rows}
+    return {"what": "advise()", "items": items, "max_graphs": MAX_GRAPHS, "profile": model.profile.title, "rows": rows}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print a table, and write the JSON when asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
-    out = parser.parse_args(arguments).out
-    result = measure()
-    print(f"{ITEMS:,} items, up to {MAX_GRAPHS} budgets; costs of {result['profile']}")
+    parser.add_argument("--items", type=int, default=ITEMS)
+    parser.add_argument("--per-call", type=int, nargs="+", default=PER_CALL, help="items in a call")
+    options = parser.parse_args(arguments)
+    result = measure(options.items, options.per_call)
+    print(f"{options.items:,} items, up to {MAX_GRAPHS} budgets; costs of {result['profile']}")
     print(f"{'items/call':>10}{'objective':>11}{'wall s':>9}{'CPU s':>9}{'priced':>9}{'above bound':>13}")
     for row in result["rows"]:
         print(
             f"{row['items_per_call']:>10}{row['objective']:>11}{row['wall_seconds']:>9.2f}{row['cpu_seconds']:>9.2f}"
             f"{row['configurations']:>9,}{row['above_bound']:>13.1%}"
         )
-    if out is not None:
-        write_json(out, result)
+    if options.out is not None:
+        write_json(options.out, result)
 
 
 if __name__ == "__main__":

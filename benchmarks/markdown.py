@@ -148,6 +148,7 @@ SECTIONS: dict[str, Callable[[Result], tuple[str, str]]] = {
     "sweep": sweep,
     "sweep_full": sweep,
     "advisor": advisor,
+    "advisor_full": advisor,
     "figures": figures,
     "ledger": ledger,
 }

@@ -208,10 +208,11 @@ def peers_python(folder: Path | None) -> str:
     """The Python that has the other readers, installed into `folder` when it is new."""
     if folder is None:
         return sys.executable
-    python = folder / "bin" / "python"
-    if not python.exists():
-        venv.create(folder, with_pip=True)
+    python, finished = folder / "bin" / "python", folder / "finished"
+    if not finished.exists():  # an install that was stopped half-way is begun anew
+        venv.create(folder, with_pip=True, clear=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", *PEERS], check=True)
+        finished.touch()
     return str(python)
 
 
