@@ -25,6 +25,7 @@ GROUPS: tuple[str, ...] = (
     "boundary",
     "engine_bench",
     "parallel",
+    "counters",
 )
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # wherever a command writes: disk, quota, largest file
