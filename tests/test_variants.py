@@ -397,7 +397,7 @@ def test_every_variant_has_a_page(variant: Any) -> None:
     text = (pages / "variants" / f"{variant.name}.md").read_text()
     for heading in ("Idea", "The change in words", "Limits", "How to upstream", "Figures"):
         assert f"\n## {heading}\n" in text
-    assert max(map(len, text.splitlines())) <= 120
+    assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= 120
     assert f"variants/{variant.name}.md" in (pages / "variants.md").read_text()
     for target in re.findall(r"\]\(([^)#]+)", text):
         assert (pages / "variants" / target).resolve().is_file(), target

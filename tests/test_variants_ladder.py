@@ -1,8 +1,11 @@
 """The ladder: every column on the same calls, what failed named, and a file that is whole after every part."""
 
+import importlib.util
 import json
 from pathlib import Path
+from types import ModuleType
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -146,3 +149,35 @@ def test_a_folder_without_a_ladder_is_refused(tmp_path: Path) -> None:
     (tmp_path / LADDER_FILE).write_text(json.dumps({"schema_version": 99}))
     with pytest.raises(WorkbenchError, match="schema version 99"):
         read_ladder(tmp_path)
+
+
+# The pages' figures -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pages() -> ModuleType:
+    script = Path(__file__).parents[1] / "scripts" / "variant_pages.py"
+    spec = importlib.util.spec_from_file_location("workbench_variant_pages", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pages_are_written_from_a_gpus_ladder_only(written: list[Ladder], pages: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(WorkbenchError, match="made on a CPU"):
+        pages.figures(written[-1], "fused")
+    on_gpu = msgspec.structs.replace(written[-1], replay="cuda_graph")
+    for name in (*NAMES, "cu_seqlens_tail"):
+        (tmp_path / f"{name}.md").write_text("# Variant\n\n## Figures\n\nNot measured yet.\n")
+    assert sorted(pages.write(on_gpu, tmp_path)) == sorted(NAMES)
+    text = (tmp_path / "resampler.md").read_text()
+    assert "Not measured" not in text
+    assert text.count("\n| ") == 2 + 2  # heads and rule, the image and the video; D1 leaves no time of the graph
+    assert "| clip |" in text
+    assert "bit-equal to the graph" in text
+    assert "Not measured yet." in (tmp_path / "cu_seqlens_tail.md").read_text()
+    again = {page.name: page.read_text() for page in tmp_path.glob("*.md")}
+    pages.write(on_gpu, tmp_path)
+    assert {page.name: page.read_text() for page in tmp_path.glob("*.md")} == again

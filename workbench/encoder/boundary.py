@@ -358,14 +358,19 @@ def probe(
     """
     names = names_for(session.facts.key) if variants is None else variants
     with torch.inference_mode():
-        found = [_probed(session, candidate, repeats) for candidate in candidates(session, grids, names)]
+        wanted = candidates(session, grids, names)
+        # What CUDA will refuse comes last: torch does not fully recover from a capture that ended in an error.
+        found = {
+            candidate.name: _probed(session, candidate, repeats)
+            for candidate in sorted(wanted, key=lambda candidate: candidate.name == SHIPPED)
+        }
     return BoundaryReport(
         schema_version=SCHEMA_VERSION,
         environment=environment(),
         model=session.model_record,
         replay=session.replay,
         grids=list(grids),
-        boundaries=found,
+        boundaries=[found[candidate.name] for candidate in wanted],
     )
 
 
