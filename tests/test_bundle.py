@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.hostile.corpus import inert, members_of, refused
 from tests.runs import make_run, small_run, write_run
 from workbench.bundle import Bundle, create, opened, read_source
 from workbench.cli import app
+from workbench.diff import compare_files
 from workbench.errors import WorkbenchError
 from workbench.run import recording_folder, recording_names
 
@@ -298,3 +300,17 @@ def test_an_altered_bundle_ends_the_command_with_2(good: bytes, tmp_path: Path) 
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert "Traceback" not in result.stderr
+
+
+def test_no_way_in_takes_a_bundle_whose_unread_members_are_altered(run_folder: Path, tmp_path: Path) -> None:
+    """A diff reads no more than one trace per arm; what it does not read must be whole all the same."""
+    path, altered = tmp_path / "a.wbz", tmp_path / "b.wbz"
+    create([run_folder], path)
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(altered, "w") as copy:
+        for member in archive.infolist():
+            data = archive.read(member)
+            copy.writestr(member, data[:-1] + bytes([data[-1] ^ 1]) if member.filename.endswith(".gz") else data)
+    with pytest.raises(WorkbenchError, match=r"not a bundle to trust.*\.json\.gz"), opened(altered):
+        pass
+    with pytest.raises(WorkbenchError, match=r"not a bundle to trust.*\.json\.gz"):
+        compare_files(path, altered)

@@ -416,10 +416,17 @@ def read_source(path: Path) -> Content:
 def opened(path: Path) -> Iterator[list[Content]]:
     """Yield what a bundle, a run folder or a foreign file holds; the way in for `diff` and `report`.
 
+    A bundle is verified whole: members that the caller never reads count too.
+
     Raises:
         WorkbenchError: it is none of these, or damaged.
     """
-    yield Bundle(path).contents() if is_bundle(path) else [read_source(path)]
+    if not is_bundle(path):
+        yield [read_source(path)]
+        return
+    bundle = Bundle(path)
+    bundle.verify()
+    yield bundle.contents()
 
 
 def is_bundle(path: Path) -> bool:

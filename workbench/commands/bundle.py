@@ -146,8 +146,6 @@ def report(
 
     page = out or Path(f"{source}.html")
     bundle = Bundle(source) if is_bundle(source) else None
-    if bundle is not None:
-        bundle.verify()
     with opened(source) as contents:
         text = bundle_html(bundle, contents) if bundle else contents_html(contents, source.name)
         write_bytes(page, text.encode())
