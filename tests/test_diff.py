@@ -478,10 +478,16 @@ def test_conditions_that_cannot_be_read(text: str, slower: Diff) -> None:
         check(slower, [text])
 
 
+def test_large_numbers_keep_their_digits_in_the_answer(slower: Diff) -> None:
+    (answer,) = check(slower, ["memory.pool > 1KiB"])
+    assert "bytes" in answer.reason
+    assert "e+" not in answer.reason
+
+
 def test_a_condition_on_nothing_is_an_error_not_a_pass(slower: Diff) -> None:
     with pytest.raises(WorkbenchError, match=r"'graph\.meen', which this comparison does not have"):
         check(slower, ["graph.meen > +5%"])
-    with pytest.raises(WorkbenchError, match="gives MiB"):
+    with pytest.raises(WorkbenchError, match=r"gives MiB, but graph\.mean is measured in us"):
         check(slower, ["graph.mean > +5MiB"])
 
 

@@ -174,10 +174,13 @@ def _check_unit(condition: Condition, unit: str) -> None:
     allowed = {"us": ("us", "ms", "s"), "s": ("us", "ms", "s"), "bytes": ("KiB", "MiB", "GiB")}.get(unit, ())
     if condition.unit and condition.unit not in allowed:
         raise WorkbenchError(
-            f"the condition {condition.text!r} gives {condition.unit}, but {condition.name} is a {unit}; {_EXAMPLE}"
+            f"the condition {condition.text!r} gives {condition.unit}, but {condition.name} is measured in {unit}; "
+            f"{_EXAMPLE}"
         )
 
 
 def _shown(value: float | None, unit: str) -> str:
     suffix = {"us": " us", "bytes": " bytes", "s": " s"}.get(unit, "")
-    return "none" if value is None else f"{value:,.6g}{suffix}"
+    if value is None:
+        return "none"
+    return (f"{value:,.6g}" if abs(value) < 10_000 else f"{value:,.0f}") + suffix
