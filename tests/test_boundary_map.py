@@ -122,3 +122,31 @@ def test_a_recorded_replay_gives_its_ops_in_order() -> None:
     ops = ops_of(trace)
     assert len(ops) == len(trace.gpu_rows())
     assert all(us > 0 for _, us in ops)
+
+
+def test_hooks_note_every_module_while_the_stream_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    from workbench.encoder import module_map
+
+    nodes: list[int] = []
+    capturing = False
+    monkeypatch.setattr(module_map, "captured_nodes", lambda: len(nodes) if capturing else None)
+
+    class Kernel(torch.nn.Module):  # type: ignore[misc, name-defined]  # torch is imported late
+        def __init__(self, count: int) -> None:
+            super().__init__()
+            self.count = count
+
+        def forward(self, x: object) -> object:
+            nodes.extend([0] * self.count)
+            return x
+
+    model = torch.nn.Module()
+    model.tower = torch.nn.Sequential(Kernel(2), torch.nn.Sequential(Kernel(0), Kernel(3)))
+    model.other = Kernel(1)
+    for capturing in (False, True):
+        nodes.clear()
+        with module_map.noting_spans(model, ("tower",)) as spans:
+            model.other(model.tower(torch.zeros(1)))
+        assert bool(spans) is capturing
+    assert owners(spans, len(nodes)) == ["tower.0"] * 2 + ["tower.1.1"] * 3 + [""]
+    assert not model.tower._forward_hooks

@@ -12,6 +12,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from workbench.capturable import MappedModule, ModuleMap
-from workbench.encoder.instruments import captured_nodes, span_modules
+from workbench.encoder.instruments import captured_nodes
 from workbench.errors import WorkbenchError
 from workbench.kernels import family
 from workbench.models import ModelFacts
@@ -172,18 +173,27 @@ def with_roofline(rows: Sequence[MappedModule], work: dict[str, Work], device: D
 
 @contextlib.contextmanager
 def noting_spans(model: torch.nn.Module, parts: tuple[str, ...]) -> Iterator[list[NodeSpan]]:
-    """Yield a list of the node spans of every module that runs while the block lasts and the stream captures."""
-    found: list[NodeSpan] = []
+    """Yield a list of the node spans of every module that runs while the block lasts and the stream captures.
 
-    @contextlib.contextmanager
-    def span(name: str) -> Iterator[None]:
-        first = captured_nodes()
-        yield
-        last = captured_nodes()
+    Args:
+        parts: attributes of `model`; they and all modules inside them, by their dotted names.
+    """
+    found: list[NodeSpan] = []
+    begun: list[int | None] = []
+
+    def before(*_: Any) -> None:
+        begun.append(captured_nodes())
+
+    def after(name: str, *_: Any) -> None:
+        first, last = begun.pop(), captured_nodes()
         if first is not None and last is not None:
             found.append(NodeSpan(name, first, last))
 
-    with span_modules(model, parts, span):
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            for name, module in getattr(model, part).named_modules(prefix=part):
+                stack.callback(module.register_forward_pre_hook(before).remove)
+                stack.callback(module.register_forward_hook(partial(after, name), always_call=True).remove)
         yield found
 
 
