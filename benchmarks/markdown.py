@@ -53,12 +53,12 @@ def trace_reader(result: Result) -> tuple[str, str]:
                 f"{row['load_s']:.1f}",
                 f"{row['table_s']:.1f}",
                 f"{row['table_cpu_s']:.1f}",
-                f"{row['events_per_s_table'] / 1e3:,.0f}",
+                f"{row['events_per_cpu_s_table'] / 1e3:,.0f}",
                 f"{row['peak_bytes'] / MIB:,.0f}",
                 "" if lost is None else f"{lost:.1%}",
             )
         )
-    heads = ("reader", "loaded, s", "first table, s", "CPU s", "thousand events/s", "peak MiB", "busy time lost")
+    heads = ("reader", "loaded, s", "first table, s", "CPU s", "thousand events/CPU s", "peak MiB", "busy time lost")
     body = table(heads, rows)
     found = result["comparison"]
     if found:

@@ -194,15 +194,15 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", CLUSTER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    assert process.stdout is not None
-    address, gcs = process.stdout.readline().split()
+    for _ in range(4):  # Ray gives a node 30 s to start, which is little on a busy machine
+        process = subprocess.Popen(
+            [sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        assert process.stdout is not None
+        if told := process.stdout.readline().split():
+            break
+        process.communicate()
+    address, gcs = told
     yield Cluster(address, int(gcs))
     process.communicate()  # closes its input, at which it ends
 

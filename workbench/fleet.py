@@ -250,12 +250,12 @@ class InProcess:
 
 
 class OnRay:
-    """Run tasks on a Ray cluster, one worker per GPU, or per core asked for where there is none.
+    """Run tasks on a Ray cluster, one worker per GPU, or as many as asked for where there is none.
 
     Args:
         address: "local" starts a Ray on this machine for as long as the sweep runs; "auto" is the cluster this machine
             belongs to; else HOST:PORT of its head. The workbench must be installed on every node.
-        workers: how many run at once; None: all GPUs of the cluster, one without GPUs.
+        workers: how many run at once, at most one per GPU or else core; None: all GPUs, one without GPUs.
         worker: the class that measures.
     """
 
@@ -280,7 +280,8 @@ class OnRay:
             gpus = int(ray.cluster_resources().get("GPU", 0)) if request.encoder.device != "cpu" else 0
             if request.encoder.device not in (None, "cpu") and not gpus:
                 raise WorkbenchError(f"the Ray cluster {self.address} has no GPU; use --device cpu, or nodes with GPUs")
-            count = min(self.workers or gpus or 1, len(tasks))
+            room = gpus or int(ray.cluster_resources().get("CPU", 1))
+            count = min(self.workers or gpus or 1, room, len(tasks))
             remote = ray.remote(
                 num_cpus=1, num_gpus=1 if gpus else 0, max_restarts=-1, max_task_retries=RETRIES, max_concurrency=1
             )(self.worker)
@@ -298,6 +299,8 @@ class OnRay:
                 task = waiting.pop()
                 reference = actor.measure.remote(msgspec.json.encode(task))
                 running[reference] = (actor, task, datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter())
+            else:
+                ray.kill(actor)  # frees its GPU, for whoever waits for one
 
         for _ in range(count):
             give(remote.remote(encoded))
@@ -312,7 +315,7 @@ class OnRay:
                 except ray.exceptions.RayError as error:
                     if silence:  # not this worker's death: the cluster's
                         raise self._gone() from error
-                    failed = f"its worker died {RETRIES + 1} times ({type(error).__name__})"
+                    failed = f"its worker died {RETRIES + 1} times: {type(error).__name__}: {error}"[:500]
                     result = Result(task=task, started=started, seconds=time.perf_counter() - begin, failed=failed)
                     ray.kill(actor)
                     actor = remote.remote(encoded)
@@ -354,7 +357,7 @@ def _connected(address: str, workers: int | None) -> Iterator[tuple[Any, str]]:
     local = {"num_cpus": workers, "include_dashboard": False} if address == "local" else {}
     try:
         ray.init(address=address, **quiet, **local)
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except Exception as error:  # a node that does not start within 30 s is a bare Exception
         raise WorkbenchError(f"cannot connect to the Ray cluster {address}: {error}; see `ray status`") from error
     try:
         yield ray, ray.get_runtime_context().gcs_address
