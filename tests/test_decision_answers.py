@@ -127,9 +127,14 @@ def _no_results(content: dict[str, Any]) -> None:
     content.pop("results")
 
 
+def _huge_number(content: dict[str, Any]) -> None:
+    content["results"]["ai2d"]["exact_match,flexible-extract"] = 10**400
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        (_huge_number, "300 digits"),
         (_without_stderr, "standard error"),
         (_other_task, "other tasks"),
         (_other_count, "n-samples"),
@@ -161,9 +166,7 @@ def test_result_files_that_cannot_be_compared(tmp_path: Path, change: Any, reaso
         ([{"meta": META}, {"id": 0, "text": "A"}], "text in the other"),
     ],
 )
-def test_arms_that_differ_in_more_than_the_graph(
-    tmp_path: Path, lines: list[dict[str, Any]], reason: str
-) -> None:
+def test_arms_that_differ_in_more_than_the_graph(tmp_path: Path, lines: list[dict[str, Any]], reason: str) -> None:
     a = read_answers(write_lines(tmp_path / "a.jsonl", [{"meta": META}, {"id": 0, "token_ids": [1]}]))
     b = read_answers(write_lines(tmp_path / "b.jsonl", lines))
     with pytest.raises(WorkbenchError, match=reason):

@@ -433,3 +433,12 @@ def test_odd_values_in_known_files_never_crash(document: dict[str, Any], data: s
         changed = document | {key: document[key] | {inner: data.draw(values)}}
     with contextlib.suppress(WorkbenchError):
         assert isinstance(of_document(changed, Path("x.json")), External)
+
+
+@pytest.mark.parametrize("digits", [310, 5000])
+def test_a_number_that_no_float_holds_counts_as_missing(digits: int, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    number = "1" * digits
+    path.write_text(f'{{"duration": 1.0, "request_throughput": 2.0, "mean_ttft_ms": {number}, "median_ttft_ms": 3}}')
+    ttft, rate = read_external(path).measures
+    assert (ttft.mean, ttft.median, rate.mean) == (None, 3000.0, 2.0)

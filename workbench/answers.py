@@ -322,7 +322,12 @@ def _metrics(path: Path, task: str, values: dict[str, Any]) -> dict[str, tuple[f
                 "compare "
                 "the per-sample answers instead"
             )
-        metrics[key] = (float(value), float(error))
+        try:
+            metrics[key] = (float(value), float(error))
+        except OverflowError:
+            raise WorkbenchError(
+                f"{path} gives {task} {key} a number of more than 300 digits; take the file as lmms-eval wrote it"
+            ) from None
     return metrics
 
 

@@ -17,6 +17,7 @@ from workbench.trace import Trace, read_trace
 LARGEST_DOCUMENT = 256 << 20
 LONGEST_SEQUENCE = 20_000
 _HEAD = 1 << 16
+_LONGEST_NUMBER = 300  # digits; a float ends at 309
 _KNOWN = (
     "the JSON of `vllm bench mm-processor`, `serve` or `sweep`, lmms-eval results, an Nsight Systems SQLite export "
     "or a Kineto trace"
@@ -87,6 +88,11 @@ def of_trace(trace: Trace, path: Path, source: Source) -> External:
     )
 
 
+def _integer(text: str) -> int | None:
+    """A whole number; None, like NaN, for one that no float holds."""
+    return int(text) if len(text) <= _LONGEST_NUMBER else None
+
+
 def _head(path: Path) -> bytes:
     with path.open("rb") as raw:
         head = raw.read(_HEAD)
@@ -119,12 +125,12 @@ def _document(path: Path) -> Any:
     try:
         text = path.read_text("utf-8-sig")
         try:
-            return json.loads(text, parse_constant=lambda _: None)
+            return json.loads(text, parse_constant=lambda _: None, parse_int=_integer)
         except json.JSONDecodeError as error:
             lines = [line for line in text.splitlines() if line.strip()]
             if error.msg != "Extra data" or len(lines) < 2:
                 raise
-            return [json.loads(line, parse_constant=lambda _: None) for line in lines]
+            return [json.loads(line, parse_constant=lambda _: None, parse_int=_integer) for line in lines]
     except (ValueError, RecursionError) as error:
         _refuse(path, error)
 
