@@ -395,8 +395,14 @@ def test_missing_calls_and_crossed_clocks_are_said(tmp_path: Path) -> None:
     trace.kernel(5_000, 1_000, 500)
     trace.gpu(9_000, 500, None)
     warnings = " ".join(analyze(saved(trace, tmp_path)).warnings)
-    assert "1 of 2 GPU ops have no launch call" in warnings
+    assert "1 of 2 GPU ops have no launch call in the trace; gaps before them" in warnings
     assert "clocks" in warnings
+
+
+def test_a_missing_call_without_a_gap_speaks_of_none(tmp_path: Path) -> None:
+    trace = Kineto()
+    trace.gpu(9_000, 500, None)
+    assert analyze(saved(trace, tmp_path)).warnings == ["1 of 1 GPU ops have no launch call in the trace"]
 
 
 def test_profiler_overhead_is_said(tmp_path: Path) -> None:

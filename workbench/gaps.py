@@ -400,10 +400,10 @@ def _doubts(
     known = joined.call != NO_CALL
     if not known.all():
         unknown = sum(int(line.unknown.sum()) for line in lines)
-        texts.append(
-            f"{int((~known).sum()):,} of {known.size:,} GPU ops have no launch call in the trace; the cause of "
-            f"the {unknown:,} gaps before them is unknown, and they count as queue gaps"
-        )
+        text = f"{int((~known).sum()):,} of {known.size:,} GPU ops have no launch call in the trace"
+        if unknown:
+            text += f"; gaps before them whose cause is unknown, and which count as queue gaps: {unknown:,}"
+        texts.append(text)
     if early := int((known & (trace.start_ns[joined.ops] < joined.called_ns)).sum()):
         texts.append(f"{early:,} GPU ops start before their launch call: the clocks of host and GPU disagree")
     if windows.overlap:
