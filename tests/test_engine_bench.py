@@ -16,7 +16,7 @@ from tests.profiles import make_profile
 from workbench import engine_bench
 from workbench.budgets import Configuration
 from workbench.cli import app
-from workbench.costs import CostModel
+from workbench.costs import SHIPPED, CostModel, read_profile
 from workbench.engine_bench import (
     PULL_REQUEST,
     RESULT_FILE,
@@ -30,6 +30,7 @@ from workbench.engine_bench import (
 from workbench.errors import WorkbenchError
 from workbench.files import read_json
 from workbench.ledger import CallLine, Group, Ledger, read_ledger
+from workbench.run import RECORDINGS
 
 # Takes vLLM's arguments and leaves what vLLM leaves: a warm-up call, then all prompts in calls of four images of 224 x
 # 224, each a replay where graphs are on. The time of a call is 8,000 us eagerly and 2,000 us by a replay.
@@ -123,6 +124,24 @@ def test_arms_are_measured_predicted_and_explained(launcher: tuple[str, ...], tm
     assert "16 of 16 images went through 4 replays, 1.0 a call, 100% full" in told
     assert "graph against eager: 4.00 times as fast" in told
     assert any("arm 2 of 6, graph" in what for what in shown)
+
+
+def test_a_recorded_run_on_an_h200_is_explained() -> None:
+    """Real files: vLLM's mean per request is the ledger's calls shared by their requests, to one per cent."""
+    folder = RECORDINGS / "served_ernie45_vl"
+    setting = Setting(prompts=400)
+    ledger, notes = engine_bench.without_warmup(read_ledger(folder / "0-eager.ledger.jsonl"), setting)
+    assert notes == []
+    assert sum(len(group.tokens) for call in ledger.served() for group in call.groups) == 400
+    measured = engine_bench._ingested(folder / "0-eager.vllm.json")
+    forward = next(measure for measure in measured.measures if measure.name == "encoder_forward")
+    assert forward.mean == pytest.approx(sum(call.host_us for call in ledger.served()) / 400, rel=0.01)
+    model = CostModel(read_profile(SHIPPED["ernie45_vl"]))
+    eager, alone_eager = engine_bench.price(model, ledger, None, setting)
+    graph, alone_graph = engine_bench.price(model, ledger, PULL_REQUEST, setting)
+    # What the pull request's figure per request cannot show: alone an image gains far more than in calls of many.
+    assert alone_eager / alone_graph > 4 * eager / graph
+    assert eager == pytest.approx(forward.mean, rel=0.4)
 
 
 @pytest.mark.parametrize(
