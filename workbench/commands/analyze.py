@@ -20,7 +20,9 @@ def register(app: typer.Typer) -> None:
 
     @app.command("analyze")
     def analyze(
-        traces: Annotated[list[Path], typer.Argument(help="Kineto traces, .json or .json.gz; one per rank.")],
+        traces: Annotated[
+            list[Path], typer.Argument(metavar="TRACE", help="Kineto traces, .json or .json.gz; one per rank.")
+        ],
         window: Annotated[str | None, typer.Option(help="Annotations to analyse, as a shell pattern: 'step*'.")] = None,
         details: Annotated[
             bool, typer.Option("--details", help="With --json: kernels, families, phases and replays too.")

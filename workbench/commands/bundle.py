@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
 
 
 def create(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or results of other tools.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, or results of other tools.")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The bundle to write.")] = None,
     note: Annotated[Path | None, typer.Option("--note", help="A Markdown note for the reader.")] = None,
     redact: Annotated[bool, typer.Option("--redact/--no-redact", help="Replace names, paths, secrets.")] = True,
@@ -81,7 +81,7 @@ def verify(
 
 def extract(
     bundle: OneBundle,
-    folder: Annotated[Path, typer.Argument(help="A new or empty folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new or empty folder.")],
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
