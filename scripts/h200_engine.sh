@@ -38,6 +38,7 @@ for workload in "${workloads[@]}"; do
         --profile workbench/recordings/costs_h200_ernie45_vl/profile.json \
         --arm-seconds "$limit" --out "$out-$workload" --overwrite >"$out-$workload.txt" || failed=1
     cat "$out-$workload.txt"
+    mkdir -p "$out-$workload"
     mv "$out-$workload.txt" "$out-$workload/explanation.txt"
     echo "$workload: $((SECONDS - began)) s"
 done

@@ -41,7 +41,7 @@ RESULT_FILE = "parallel.json"
 Grid = tuple[int, int, int]
 ParallelArm = Literal["graph_ranks", "graph_one", "eager_ranks", "eager_one"]
 ARMS: tuple[ParallelArm, ...] = ("graph_ranks", "graph_one", "eager_ranks", "eager_one")
-GATHER_SECONDS = 20.0  # the other ranks are ended this long after one has failed, at the latest
+_SETTLE_SECONDS = 2.0  # after one rank has failed, until the others are ended
 _POLL_SECONDS = 0.1
 
 
@@ -293,7 +293,7 @@ def _run_ranks(
                     failed.setdefault(rank, now)
             first = min(failed.values(), default=now)
             # A rank that says why it failed may come after one that was only cut off by it.
-            if now > seconds or (failed and now - first > min(GATHER_SECONDS, 2.0)):
+            if now > seconds or (failed and now - first > _SETTLE_SECONDS):
                 break
             progress(f"{len(processes)} ranks", min(now / seconds, 0.99))
             time.sleep(_POLL_SECONDS)
