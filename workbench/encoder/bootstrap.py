@@ -68,9 +68,7 @@ class _TolerantLoader(importlib.machinery.SourceFileLoader):
         try:
             super().exec_module(module)
         except OSError as error:
-            raise ImportError(
-                f"{module.__name__} is built for another torch: {error}", name=module.__name__
-            ) from error
+            raise ImportError(f"{module.__name__} is built for another torch: {error}", name=module.__name__) from error
         load = module.__dict__.get("_load_lib")
         if load is None:
             return
