@@ -533,3 +533,24 @@ def test_two_things_that_have_nothing_in_common(tmp_path: Path) -> None:
     with pytest.raises(WorkbenchError, match="nothing that can be compared"):
         compare_files(base, trace)
     assert read_source(trace).external is not None
+
+
+RECORDED = Path(__file__).parent / "data" / "runs"
+
+
+def test_recorded_runs_of_two_configurations_and_of_one() -> None:
+    """Runs of the CPU engine, static replay: two of one configuration, and one of another budget list.
+
+    Made with `workbench capture --workload pull-request --max-items 4 --depth 2 --width 320 --repeats 60 --warmup 10
+    --profiled-repeats 0` and `--budgets 64,128`, again the same, then `--budgets 512`.
+    """
+    same = compare_files(RECORDED / "graphs", RECORDED / "graphs-again")
+    assert {change.verdict for timing in same.timings() for change in timing.changes} <= {"no evidence", "not judged"}
+    assert same.pairs[0].doubts == []
+    changed = compare_files(RECORDED / "graphs", RECORDED / "one-budget")
+    graph = next(timing for timing in changed.timings() if timing.name == "graph")
+    assert [change.verdict for change in graph.changes][:2] == ["slower", "slower"]
+    # Eager does not depend on the budgets: that it moved too is told as a doubt about the machine.
+    assert any(doubt.startswith("eager_served changed by") for doubt in changed.pairs[0].doubts)
+    assert [answer.hit for answer in check(changed, ["graph.mean > +5%"])] == [True]
+    assert [answer.hit for answer in check(same, ["graph.mean > +5%"])] == [False]
