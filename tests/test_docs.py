@@ -46,7 +46,7 @@ CODE = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")
 EXIT_CODE = re.compile(r"\s+# exit code (\d)$")
 OUR_FOLDERS = "workbench|docs|tests|scripts|notebooks|benchmarks"
 # What commands make.
-MADE = re.compile(r"workbench/recordings/(costs|parity)_|benchmarks/results\.")
+MADE = re.compile(r"workbench/recordings/(costs|parity)_|benchmarks/(results\.|data/)")
 
 
 @dataclass(frozen=True)

@@ -93,9 +93,10 @@ def load_checkpoint(model: Any, parts: tuple[str, ...], depth: int, folder: Path
     try:
         model.load_weights(_read(files))
     except (AssertionError, KeyError, RuntimeError, ValueError, SafetensorError, OSError) as error:
+        told = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise WorkbenchError(
-            f"checkpoint {folder} does not fit {type(model).__name__} at this size: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            f"checkpoint {folder} does not fit {type(model).__name__} at this size: {told}; give the hub's folder of "
+            "this model, and leave a reduced width out"
         ) from error
     missing = [name for name, parameter in _parameters(model) if bool(parameter.isnan().any())]
     if missing:
