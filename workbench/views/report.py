@@ -10,6 +10,7 @@ Notebooks run one after the other, because two at once would disturb each other'
 files themselves change only when asked to. Formulas in Markdown stay as typed: the page loads no MathJax.
 """
 
+import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -161,12 +162,14 @@ def make_report(notebooks: Sequence[Path], out: Path, progress: Progress = silen
                 shares[position] = cell / (cells + 1)
                 progress(f"{path.name}, cell {cell} of {cells}", sum(shares) / len(shares))
 
-        executed = execute(path, loaded[position], step)
+        executed = execute(path, loaded[position], step, threads)
         shares[position] = 1.0
         return executed
 
-    # Each notebook has a process of its own, so they run side by side.
-    with ThreadPoolExecutor(max_workers=max(1, min(len(notebooks), machine.cpu_count))) as pool:
+    # Each notebook has a process of its own, so they run side by side and share the cores.
+    workers = max(1, min(len(notebooks), machine.cpu_count))
+    threads = max(1, machine.cpu_count // workers)
+    with ThreadPoolExecutor(max_workers=workers) as pool:
         # The last is the longest; begun first, it ends with the others.
         done = list(pool.map(run, reversed(range(len(notebooks)))))[::-1]
     progress("writing the page", 1.0)
@@ -207,12 +210,18 @@ def read_notebook(path: Path) -> Any:
         ) from error
 
 
-def execute(path: Path, notebook: Any, step: Callable[[int, int], None] = lambda _cell, _cells: None) -> Executed:
+def execute(
+    path: Path,
+    notebook: Any,
+    step: Callable[[int, int], None] = lambda _cell, _cells: None,
+    threads: int | None = None,
+) -> Executed:
     """Run a notebook's cells with this interpreter, in the folder where the notebook lies.
 
     Args:
         notebook: the node that `read_notebook` gave; its outputs are replaced.
         step: called with a cell's number (from 1) and the number of cells before each cell.
+        threads: of the notebook's linear algebra, where OMP_NUM_THREADS is not set; None: its own choice.
     """
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
@@ -250,7 +259,7 @@ def execute(path: Path, notebook: Any, step: Callable[[int, int], None] = lambda
             store_widget_state=False,
         )
         try:
-            client.execute(cleanup_kc=True)  # also ends the kernel's process
+            client.execute(cleanup_kc=True, env=_environment(threads))  # also ends the kernel's process
         except CellExecutionError as error:
             failure = CellFailure(cell=current, error=error.ename, message=error.evalue)
         except DeadKernelError:
@@ -267,6 +276,11 @@ def execute(path: Path, notebook: Any, step: Callable[[int, int], None] = lambda
         sources=_sources(notebook),
     )
     return Executed(notebook, summary)
+
+
+def _environment(threads: int | None) -> dict[str, str]:
+    """This process's environment, with the threads that a notebook may take for itself."""
+    return ({} if threads is None else {"OMP_NUM_THREADS": str(threads)}) | dict(os.environ)
 
 
 def _title(notebook: Any) -> str | None:
