@@ -24,7 +24,8 @@ from workbench.advisor import advise
 from workbench.budgets import Configuration, parse_compilation_config
 from workbench.costs import CostModel
 from workbench.views.browser import find_chromium
-from workbench.views.widgets import BudgetInstrument, live
+from workbench.views.subject import live
+from workbench.views.widgets import BudgetInstrument
 
 MODEL = CostModel(make_profile())
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,6 +1,7 @@
 """The instrument of notebook 02: sliders and an editable list of budgets, with figures that follow.
 
-    from workbench.views.widgets import BudgetInstrument, live
+    from workbench.views.subject import live
+    from workbench.views.widgets import BudgetInstrument
     if live():
         display(BudgetInstrument().box)
 
@@ -9,7 +10,6 @@ made only when a person looks on, so it never reaches a saved notebook. Numbers 
 """
 
 import html
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -30,13 +30,6 @@ from workbench.workload import ItemsPerCall, RequestPerCall, Workload, group
 
 AUTO = "vLLM auto"
 _SPACINGS = {"doubling": "doubling", "equal steps": "equal", "vLLM's own": "auto"}
-# Jupyter servers set it for the kernel of a notebook that a person opened; nbclient, nbval and nbconvert do not.
-_OPENED = "JPY_SESSION_NAME"
-
-
-def live() -> bool:
-    """Whether this kernel serves a notebook that somebody has open, so that widgets can move."""
-    return _OPENED in os.environ
 
 
 class BudgetInstrument:
