@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 pytest.importorskip("vllm", reason="the engine is not installed")
 
 from workbench.encoder import parallel  # noqa: E402  needs torch
-from workbench.encoder.parallel import Job, ParallelRun, RankCall, balance, run_parallel  # noqa: E402
+from workbench.encoder.parallel import ARMS, Job, ParallelRun, RankCall, agrees, balance, run_parallel  # noqa: E402
 from workbench.encoder.session import SessionOptions  # noqa: E402
 
 GLM = model_facts("glm4_1v")
@@ -90,6 +90,45 @@ def test_traces_carry_their_rank(folder: Path) -> None:
         assert {f"call#{number} rank#{rank}" for number in range(len(CALLS))} <= names
 
 
+@pytest.fixture(scope="module")
+def weights_run(tmp_path_factory: pytest.TempPathFactory) -> ParallelRun:
+    """ERNIE's layers shared by two ranks: one call that one replay holds, one of several, one above the budgets."""
+    options = SessionOptions("ernie45_vl", depth=2, width=160, device="cpu")
+    calls = [[(1, 16, 16)], [(1, 8, 8), (1, 32, 32), (1, 4, 10), (1, 16, 16), (1, 6, 6)]]
+    out = tmp_path_factory.mktemp("weights") / "out"
+    return run_parallel(options, CONFIGURATION, calls, 2, out, tp_mode="weights", repeats=1, seconds=300)
+
+
+def test_shared_weights_give_the_values_of_one_rank(weights_run: ParallelRun) -> None:
+    assert agrees(weights_run)
+    assert balance(weights_run) == []
+    for rank in weights_run.ranks:
+        for call, share in zip(weights_run.calls, rank.calls, strict=True):
+            assert share.items == list(range(len(call)))
+            assert share.gathered_rows == 0
+            assert share.gather_us == []
+            assert set(share.wall_us) == set(ARMS)
+            # Partial sums over two ranks round otherwise than one sum: equal bits would mean that nothing was shared.
+            assert share.relative_rms is not None
+            assert 0 < share.relative_rms < 0.03
+
+
+def test_ranks_of_shared_weights_hold_the_same_answer(weights_run: ParallelRun) -> None:
+    first, second = (
+        [(share.relative_rms, share.eager_rms, share.max_abs, share.batches) for share in rank.calls]
+        for rank in weights_run.ranks
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize("wrong", [0.5, None])
+def test_values_beyond_rounding_do_not_agree(weights_run: ParallelRun, wrong: float | None) -> None:
+    rank = weights_run.ranks[1]
+    broken = msgspec.structs.replace(rank.calls[0], relative_rms=wrong)
+    ranks = [weights_run.ranks[0], msgspec.structs.replace(rank, calls=[broken, *rank.calls[1:]])]
+    assert not agrees(msgspec.structs.replace(weights_run, ranks=ranks))
+
+
 def test_ranks_that_differ_are_refused_by_name(tmp_path: Path) -> None:
     def change(rank: int, job: Job) -> Job:
         return msgspec.structs.replace(job, budgets=[64, 128]) if rank == 1 else job
@@ -136,6 +175,12 @@ def test_ranks_that_take_too_long_are_ended(tmp_path: Path) -> None:
 def test_bad_input(options: SessionOptions, ranks: int, calls: list[list[tuple[int, int, int]]], message: str) -> None:
     with pytest.raises(WorkbenchError, match=message):
         parallel._check(options, ranks, calls, gpus=1)
+
+
+def test_heads_that_ranks_cannot_share() -> None:
+    options = SessionOptions("ernie45_vl", width=240, device="cpu")
+    with pytest.raises(WorkbenchError, match="2 ranks cannot share 3 attention heads"):
+        parallel._check(options, 2, CALLS, gpus=0, tp_mode="weights")
 
 
 def test_ernie_has_no_data_parallel_mode_in_vllm() -> None:

@@ -1,5 +1,6 @@
 """`workbench parallel`: one encoder call over several GPUs, beside one GPU, by graphs and eagerly."""
 
+import enum
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,13 @@ Option = typer.Option
 _ITEMS = re.compile(r"(\d+)x(\d+)(?:x(\d+))?(?:\*(\d+))?")
 
 
+class TpMode(enum.StrEnum):
+    """vLLM's `mm_encoder_tp_mode`."""
+
+    data = "data"
+    weights = "weights"
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb `parallel`."""
     app.command("parallel")(parallel)
@@ -26,7 +34,10 @@ def parallel(
     ],
     out: Annotated[Path, Option(help="The new folder.")],
     ranks: Annotated[int, Option(help="Processes, one GPU each.")] = 2,
-    model: Annotated[str, Option(help="Which encoder: glm4_1v, qwen2_5_vl or qwen3_vl.")] = "glm4_1v",
+    model: Annotated[str, Option(help="Which encoder: glm4_1v, qwen2_5_vl, qwen3_vl or ernie45_vl.")] = "glm4_1v",
+    tp_mode: Annotated[
+        TpMode, Option(help="vLLM's mm_encoder_tp_mode: ranks share a call's items, or the layers' weights.")
+    ] = TpMode.data,
     budgets: Annotated[str, Option(help="Token budgets like 128,256; empty: vLLM's own.")] = "",
     max_items: Annotated[int, Option(help="Images or videos per replay; 0: vLLM's own.")] = 0,
     max_frames: Annotated[int | None, Option(help="Video frames per replay; left out: vLLM's own.")] = None,
@@ -34,20 +45,23 @@ def parallel(
     depth: Annotated[int | None, Option(help="Blocks of a reduced encoder.")] = None,
     width: Annotated[int | None, Option(help="Features of a reduced encoder.")] = None,
     device: Annotated[str | None, Option(help="cuda or cpu; left out: cuda if there is one.")] = None,
+    disable_custom_all_reduce: Annotated[
+        bool, Option("--disable-custom-all-reduce", help="As in `vllm serve`: reduce through NCCL only.")
+    ] = False,
     seconds: Annotated[float, Option(help="The ranks are ended after this time.")] = 600.0,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace what the folder holds.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Share calls over ranks as vLLM's data-parallel vision encoder does, and time it beside one GPU.
+    """Share calls over ranks as vLLM's vision encoders do, and time it beside one GPU.
 
-    Exit code 1: the shared outputs are not those of one rank.
+    Exit code 1: the shared outputs are not those of one GPU (with shared weights: beyond rounding).
     """
     from workbench.budgets import Configuration, parse_budgets
     from workbench.progress import progress_bar
 
     calls, modality = parse_calls(call, model)
     configuration = Configuration(parse_budgets(budgets), max_items, max_frames)
-    from workbench.encoder.parallel import balance, run_parallel
+    from workbench.encoder.parallel import agrees, balance, run_parallel
     from workbench.encoder.session import SessionOptions
 
     options = SessionOptions(
@@ -60,6 +74,8 @@ def parallel(
             calls,
             ranks,
             out,
+            tp_mode=tp_mode.value,
+            custom_all_reduce=not disable_custom_all_reduce,
             modality=modality,  # type: ignore[arg-type]  # one of the two
             repeats=repeats,
             overwrite=overwrite,
@@ -72,7 +88,7 @@ def parallel(
         print(msgspec.json.encode({"run": run, "balance": balance(run)}).decode())
     else:
         _show(run)
-    if not all(share.equal for rank in run.ranks for share in rank.calls):
+    if not agrees(run):
         raise typer.Exit(1)
 
 
@@ -108,25 +124,61 @@ def parse_calls(texts: list[str], model: str) -> "tuple[list[list[Grid]], str]":
 
 
 def _show(run: "ParallelRun") -> None:
-    from statistics import median
-
     from rich.console import Console
     from rich.table import Table
 
-    from workbench.encoder.parallel import ARMS, balance
-
     timed = run.replay == "cuda_graph"
-    table = Table(title=f"{len(run.ranks)} ranks, {run.ranks[0].model.key}", title_justify="left")
-    for column in ("call", "items per rank", "patches per rank", "imbalance", "padded", "equal", *ARMS, "waiting"):
+    table = Table(title=f"{len(run.ranks)} ranks, {run.ranks[0].model.key}, {run.tp_mode}", title_justify="left")
+    rows = _weights_rows(run) if run.tp_mode == "weights" else _data_rows(run)
+    for column in (*rows[0], *(_times(run, 0) if timed else ())):
         table.add_column(column)
-    for row in balance(run):
-        shares = [rank.calls[row.call] for rank in run.ranks]
-        # A call is over when its last rank is.
-        times = [max(median(share.wall_us[arm]) for share in shares) for arm in ARMS if shares[0].wall_us[arm]]
-        shown = [f"{value / 1e3:.2f} ms" for value in (*times, max(row.waiting_us))] if timed else ["-"] * 5
-        counts = ("/".join(map(str, row.items)), "/".join(map(str, row.patches)))
-        equal = "yes" if all(share.equal for share in shares) else "no"
-        table.add_row(str(row.call), *counts, f"{row.imbalance:.2f}", f"{row.padded:.0%}", equal, *shown)
+    for call, row in enumerate(rows):
+        table.add_row(*row.values(), *(_times(run, call).values() if timed else ()))
     Console().print(table)
     if not timed:
         print("static replay on the CPU: times mean nothing and are left out")
+
+
+def _data_rows(run: "ParallelRun") -> list[dict[str, str]]:
+    """How each call was shared, where ranks share items."""
+    from workbench.encoder.parallel import balance
+
+    return [
+        {
+            "call": str(row.call),
+            "items per rank": "/".join(map(str, row.items)),
+            "patches per rank": "/".join(map(str, row.patches)),
+            "imbalance": f"{row.imbalance:.2f}",
+            "padded": f"{row.padded:.0%}",
+            "equal": "yes" if all(rank.calls[row.call].equal for rank in run.ranks) else "no",
+        }
+        for row in balance(run)
+    ]
+
+
+def _weights_rows(run: "ParallelRun") -> list[dict[str, str]]:
+    """How far each call's outputs are from one GPU's, where ranks share weights."""
+    return [
+        {
+            "call": str(call),
+            "items": str(len(share.items)),
+            "patches": str(share.patches),
+            "relative RMS, graphs": "not finite" if share.relative_rms is None else f"{share.relative_rms:.4f}",
+            "eager": "not finite" if share.eager_rms is None else f"{share.eager_rms:.4f}",
+        }
+        for call, share in enumerate(run.ranks[0].calls)
+    ]
+
+
+def _times(run: "ParallelRun", call: int) -> dict[str, str]:
+    """Median milliseconds per arm; a call is over when its last rank is."""
+    from statistics import median
+
+    from workbench.encoder.parallel import ARMS, balance
+
+    shares = [rank.calls[call] for rank in run.ranks]
+    times = {arm: max(median(share.wall_us[arm]) for share in shares) for arm in ARMS if shares[0].wall_us[arm]}
+    named: dict[str, float] = {str(arm): value for arm, value in times.items()}
+    if run.tp_mode == "data":
+        named["waiting"] = max(balance(run)[call].waiting_us)
+    return {name: f"{value / 1e3:.2f} ms" for name, value in named.items()}

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -38,19 +38,27 @@ _ENVIRONMENT = {
 _groups_in_use = 0
 
 
+TpMode = Literal["data", "weights"]
+
+
 @dataclass(frozen=True)
 class Place:
-    """One of several processes that share encoder calls, each with all of the weights (`mm_encoder_tp_mode="data"`).
+    """One of several processes that share encoder calls.
 
     Attributes:
         rank: this process's, from 0; on CUDA also the index of its device.
         size: number of ranks.
         address: where rank 0 listens, such as "tcp://127.0.0.1:29500".
+        mode: vLLM's `mm_encoder_tp_mode`: each rank has all weights and a share of the items ("data"), or a share of
+            the weights and all items ("weights").
+        custom_all_reduce: False is a server's `--disable-custom-all-reduce`.
     """
 
     rank: int
     size: int
     address: str
+    mode: TpMode = "data"
+    custom_all_reduce: bool = True
 
 
 def require_vllm() -> str:
@@ -220,7 +228,7 @@ def _model_config(limits: Limits, dtype: torch.dtype, backend: Any, place: Place
         multimodal_config=MultiModalConfig(
             limit_per_prompt=videos,
             mm_encoder_attn_backend=backend,
-            mm_encoder_tp_mode="weights" if place is None else "data",
+            mm_encoder_tp_mode="weights" if place is None else place.mode,
         ),
         max_model_len=limits.max_model_len,
         dtype=dtype,
@@ -293,13 +301,15 @@ def _own_stream(device: torch.device) -> Iterator[None]:
 def _groups(device: torch.device, place: Place | None) -> Iterator[None]:
     """Set up vLLM's parallel groups, of size one without a `place`; the last user takes down what was set up here."""
     global _groups_in_use
-    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment, parallel_state
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
     from vllm.utils.network_utils import get_open_port
 
     foreign = _groups_in_use == 0 and torch.distributed.is_initialized()
     if not foreign:
         _groups_in_use += 1
+    if place is not None:
+        parallel_state.set_custom_all_reduce(place.custom_all_reduce)
     try:
         # A TCP store: a store in a file must outlive the groups, or NCCL waits for it when they are taken down.
         init_distributed_environment(
@@ -317,6 +327,48 @@ def _groups(device: torch.device, place: Place | None) -> Iterator[None]:
             if _groups_in_use == 0:
                 destroy_model_parallel()
                 destroy_distributed_environment()
+
+
+@contextlib.contextmanager
+def one_rank(place: Place, device: torch.device) -> Iterator[None]:
+    """Let modules that are built inside believe in a tensor-parallel group of this rank alone: they hold all weights.
+
+    vLLM's layers note the group's size when they are built and use no group of size one later. The group is taken down
+    with the others.
+    """
+    from vllm.distributed import parallel_state
+
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    group = parallel_state.init_model_parallel_group(
+        [[rank] for rank in range(place.size)],
+        device.index or 0,
+        backend,
+        use_device_communicator=False,
+        group_name="workbench_one",
+    )
+    everyone = parallel_state.get_tp_group()
+    parallel_state._TP = group
+    try:
+        yield
+    finally:
+        parallel_state._TP = everyone
+
+
+@contextlib.contextmanager
+def capturing(device: torch.device, place: Place | None) -> Iterator[None]:
+    """Capture graphs with collectives in them as vLLM's model runner does, in its `graph_capture`.
+
+    Inside, vLLM's custom all-reduce notes the buffers it meets, and at the end the ranks exchange their addresses; a
+    graph that was captured outside would first copy into a buffer of its own. Without collectives nothing changes.
+    """
+    if place is None or place.mode == "data" or device.type != "cuda":
+        yield
+        return
+    from vllm.distributed.parallel_state import graph_capture
+
+    with graph_capture(device=device):
+        yield
+        torch.cuda.synchronize(device)
 
 
 @contextlib.contextmanager

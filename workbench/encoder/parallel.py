@@ -1,19 +1,24 @@
-"""One encoder call over several GPUs: vLLM's data-parallel vision encoder (`mm_encoder_tp_mode="data"`).
+"""One encoder call over several GPUs, in both of vLLM's ways (`mm_encoder_tp_mode`).
 
     from workbench.encoder.parallel import run_parallel
 
     run = run_parallel(SessionOptions("glm4_1v"), Configuration((64, 2048), 8), [[(1, 24, 24)] * 8], 2, Path("dp"))
 
-Every rank is a process with all of the encoder. The real `EncoderCudaGraphManager` shards a call by patches
-(`_dp_shard`), each rank replays its share, and `_dp_gather` pads the shares to the largest and gathers them. Four arms
-run the same calls: over all ranks and on one, by graphs and eagerly. On the CPU the ranks talk through gloo and graphs
-are static replays, so there only outputs, shares and padding mean something.
+"data": every rank is a process with all of the encoder. The real `EncoderCudaGraphManager` shards a call by patches
+(`_dp_shard`), each rank replays its share, and `_dp_gather` pads the shares to the largest and gathers them.
+
+"weights": every rank has a share of each layer and runs the whole call. The all-reduces lie inside the graph, which
+is captured in vLLM's own `graph_capture`.
+
+Four arms run the same calls: over all ranks and on one GPU with all weights, by graphs and eagerly as served. On the
+CPU the ranks talk through gloo and graphs are static replays, so there only outputs, shares and padding mean something.
 
 Written: `parallel.json` and per rank a folder with `rank.json` and a Kineto trace whose rows carry the rank.
 """
 
 import contextlib
 import gzip
+import math
 import os
 import signal
 import subprocess
@@ -34,6 +39,7 @@ from workbench.progress import Progress, silent
 from workbench.run import Batch, ConfigRecord, Environment, ModelRecord, Record, Replay
 
 if TYPE_CHECKING:
+    from workbench.encoder.engine import TpMode
     from workbench.encoder.session import EncoderInputs, EncoderSession, SessionOptions
 
 SCHEMA_VERSION = 1
@@ -41,6 +47,9 @@ RESULT_FILE = "parallel.json"
 Grid = tuple[int, int, int]
 ParallelArm = Literal["graph_ranks", "graph_one", "eager_ranks", "eager_one"]
 ARMS: tuple[ParallelArm, ...] = ("graph_ranks", "graph_one", "eager_ranks", "eager_one")
+# Relative RMS up to which ranks that share weights agree with one GPU: several times what rounding does to a whole
+# encoder with dummy weights (0.02 to 0.04 in bf16), a quarter of what a missing layer does; see encoder/weights.py.
+_ROUNDING = {"bfloat16": 0.1, "float16": 0.1, "float32": 1e-3}
 _SETTLE_SECONDS = 2.0  # after one rank has failed, until the others are ended
 _POLL_SECONDS = 0.1
 
@@ -57,18 +66,22 @@ class Job(Record, frozen=True):
     repeats: int
     size: int
     address: str
+    tp_mode: Literal["data", "weights"]
+    custom_all_reduce: bool
 
 
 class RankCall(Record, frozen=True):
     """One rank's share of one call.
 
     Attributes:
-        items: its items, indices into the call.
+        items: its items, indices into the call; all of them where ranks share weights.
         patches, tokens: of its items.
-        gathered_rows: output rows that every rank sends; `tokens` of them are real.
+        gathered_rows: output rows that every rank sends; `tokens` of them are real. 0 where ranks share weights.
         batches: its replays.
-        equal: the gathered outputs have the bits of this rank's own manager that runs the whole call alone.
+        equal: the outputs have the bits of this rank's own manager that runs the whole call alone.
         max_abs: largest difference of the two.
+        relative_rms: RMS of that difference over the RMS of the outputs; None: not finite.
+        eager_rms: the same between the eager arms, which no graph can have changed.
         wall_us: samples per arm, a barrier before each.
         gather_us: samples of the gather alone, waiting for the slowest rank included.
     """
@@ -80,6 +93,8 @@ class RankCall(Record, frozen=True):
     batches: list[Batch]
     equal: bool
     max_abs: float
+    relative_rms: float | None
+    eager_rms: float | None
     wall_us: dict[ParallelArm, list[float]]
     gather_us: list[float]
 
@@ -95,12 +110,19 @@ class Rank(Record, frozen=True):
 
 
 class ParallelRun(Record, frozen=True):
-    """What all ranks measured on the same calls."""
+    """What all ranks measured on the same calls.
+
+    Attributes:
+        tp_mode: vLLM's `mm_encoder_tp_mode`.
+        custom_all_reduce: vLLM was allowed its own all-reduce; whether it used it, the traces' kernels tell.
+    """
 
     schema_version: int
     workbench: str
     environment: Environment
     replay: Replay
+    tp_mode: Literal["data", "weights"]
+    custom_all_reduce: bool
     modality: Literal["image", "video"]
     calls: list[list[Grid]]
     ranks: list[Rank]
@@ -124,10 +146,12 @@ class Balance(Record, frozen=True):
 
 
 def balance(run: ParallelRun) -> list[Balance]:
-    """Return the table of shares, one row a call."""
+    """Return the table of shares, one row a call; empty where ranks share weights and so have equal work."""
     from statistics import median
 
-    rows = []
+    rows: list[Balance] = []
+    if run.tp_mode == "weights":
+        return rows
     for index in range(len(run.calls)):
         shares = [rank.calls[index] for rank in run.ranks]
         patches = [share.patches for share in shares]
@@ -146,6 +170,15 @@ def balance(run: ParallelRun) -> list[Balance]:
     return rows
 
 
+def agrees(run: ParallelRun) -> bool:
+    """Whether the ranks give what one GPU gives: its bits, or with shared weights its values up to rounding."""
+    shares = [share for rank in run.ranks for share in rank.calls]
+    if run.tp_mode == "data":
+        return all(share.equal for share in shares)
+    most = _ROUNDING[run.ranks[0].model.dtype]
+    return all(rms is not None and rms <= most for share in shares for rms in (share.relative_rms, share.eager_rms))
+
+
 # The launcher ---------------------------------------------------------------------------------------------------
 
 
@@ -156,6 +189,8 @@ def run_parallel(
     ranks: int,
     out: Path,
     *,
+    tp_mode: "TpMode" = "data",
+    custom_all_reduce: bool = True,
     modality: Literal["image", "video"] = "image",
     repeats: int = 20,
     overwrite: bool = False,
@@ -168,6 +203,8 @@ def run_parallel(
 
     Args:
         calls: (t, h, w) of each call's items.
+        tp_mode: vLLM's `mm_encoder_tp_mode`.
+        custom_all_reduce: False is a server's `--disable-custom-all-reduce`.
         repeats: samples per arm and call.
         seconds: after which the ranks are ended.
         on_start: told the processes, in rank order.
@@ -179,11 +216,11 @@ def run_parallel(
     """
     from workbench.environment import environment, gpus
 
-    on_gpus = _check(options, ranks, calls, len(gpus()))
+    on_gpus = _check(options, ranks, calls, len(gpus()), tp_mode)
     refuse_occupied(out, overwrite)
     machine = environment()
     with replacing_folder(out, overwrite) as folder, tempfile.TemporaryDirectory() as scratch:
-        job = _job(options, configuration, calls, modality, repeats, ranks)
+        job = _job(options, configuration, calls, modality, repeats, ranks, tp_mode, custom_all_reduce)
         jobs = [Path(scratch) / f"{rank}.json" for rank in range(ranks)]
         for rank, path in enumerate(jobs):
             write_json(path, change(rank, job) if change else job)
@@ -194,6 +231,8 @@ def run_parallel(
             workbench=workbench.__version__,
             environment=machine,
             replay="cuda_graph" if on_gpus else "static_replay",
+            tp_mode=tp_mode,
+            custom_all_reduce=custom_all_reduce,
             modality=modality,
             calls=[list(call) for call in calls],
             ranks=measured,
@@ -202,18 +241,25 @@ def run_parallel(
     return run
 
 
-def _check(options: "SessionOptions", ranks: int, calls: Sequence[Sequence[Grid]], gpus: int) -> bool:
+def _check(
+    options: "SessionOptions", ranks: int, calls: Sequence[Sequence[Grid]], gpus: int, tp_mode: "TpMode" = "data"
+) -> bool:
     """Refuse what cannot run; return whether it runs on GPUs."""
     from workbench.models import model_facts
 
     facts = model_facts(options.model)
-    if facts.extra.get("single_rank"):
+    if tp_mode == "data" and facts.extra.get("single_rank"):
         raise WorkbenchError(
-            f'vLLM has no mm_encoder_tp_mode="data" for {facts.title}: its vision tower is sharded by weights; use '
-            "glm4_1v, qwen2_5_vl or qwen3_vl"
+            f'vLLM has no mm_encoder_tp_mode="data" for {facts.title}: its vision tower is sharded by weights; use the '
+            "mode weights, or glm4_1v, qwen2_5_vl or qwen3_vl"
         )
     if ranks < 2:
         raise WorkbenchError(f"{ranks} ranks share nothing; ask for 2 or more")
+    heads = facts.heads if options.width is None else options.width * facts.heads // facts.width
+    if tp_mode == "weights" and heads % ranks:
+        raise WorkbenchError(
+            f"{ranks} ranks cannot share {heads} attention heads evenly; ask for a number of ranks that divides them"
+        )
     if not calls or not all(calls):
         raise WorkbenchError("there is no call to share, or one without items; give at least one grid per call")
     on_gpus = gpus > 0 if options.device is None else options.device.startswith("cuda")
@@ -232,6 +278,8 @@ def _job(
     modality: Literal["image", "video"],
     repeats: int,
     ranks: int,
+    tp_mode: "TpMode",
+    custom_all_reduce: bool,
 ) -> Job:
     import dataclasses
     import socket
@@ -252,6 +300,8 @@ def _job(
         repeats=repeats,
         size=ranks,
         address=f"tcp://127.0.0.1:{port}",
+        tp_mode=tp_mode,
+        custom_all_reduce=custom_all_reduce,
     )
 
 
@@ -348,7 +398,8 @@ def rank_main(job_file: Path, rank: int, folder: Path) -> None:
         given["device"] = engine.choose_device(None).type
     if given["device"] == "cuda":
         given["device"] = f"cuda:{rank}"
-    options = SessionOptions(**given, place=engine.Place(rank, job.size, job.address))
+    place = engine.Place(rank, job.size, job.address, job.tp_mode, job.custom_all_reduce)
+    options = SessionOptions(**given, place=place)
     configuration = Configuration(tuple(job.budgets), job.max_items, job.max_frames)
     with open_session(options, configuration) as session:
         _agree(session, job)
@@ -383,6 +434,7 @@ def _agree(session: "EncoderSession", job: Job) -> None:
         "max frames": str(session.manager.max_frames_per_batch),
         "calls": str(job.calls),
         "repeats": str(job.repeats),
+        "mode": job.tp_mode,
     }
     everyone: list[Any] = [None] * place.size
     torch.distributed.all_gather_object(everyone, own)
@@ -399,18 +451,19 @@ def _measure(session: "EncoderSession", alone: Any, inputs: "EncoderInputs", rep
     """Run one call in all arms: once for what it gives, then for its times."""
     import torch
 
-    shard: dict[str, Any] = {}
-    with _noting(session, shard), session.watch() as batches:
-        together = session.graph(inputs)
-    with torch.inference_mode():
-        single = alone.execute(inputs.mm_kwargs)
-    gathers: list[float] = []
     arms: dict[ParallelArm, Callable[[], Any]] = {
         "graph_ranks": lambda: session.graph(inputs),
         "graph_one": lambda: alone.execute(inputs.mm_kwargs),
         "eager_ranks": lambda: session.eager_served(inputs),
-        "eager_one": lambda: session.eager_fallback(inputs),
+        "eager_one": lambda: _eager_one(session, inputs),
     }
+    shard: dict[str, Any] = {"items": list(range(len(inputs.grids))), "rows": 0}
+    with torch.inference_mode():
+        with _noting(session, shard), session.watch() as batches:
+            together = arms["graph_ranks"]()
+        single = arms["graph_one"]()
+        eager = [torch.cat(list(arms[arm]())) for arm in ("eager_ranks", "eager_one")]
+    gathers: list[float] = []
     wall: dict[ParallelArm, list[float]] = {arm: [] for arm in ARMS}
     with _timed_gathers(session, gathers):
         for number in range(repeats + 1):
@@ -429,9 +482,29 @@ def _measure(session: "EncoderSession", alone: Any, inputs: "EncoderInputs", rep
         batches=list(batches),
         equal=all(torch.equal(a, b) for a, b in zip(together, single, strict=True)),
         max_abs=max(float((a.float() - b.float()).abs().max()) for a, b in zip(together, single, strict=True)),
+        relative_rms=_relative_rms(torch.cat(together), torch.cat(list(single))),
+        eager_rms=_relative_rms(*eager),
         wall_us=wall,
         gather_us=gathers,
     )
+
+
+def _relative_rms(found: Any, reference: Any) -> float | None:
+    """RMS of the difference over the RMS of the reference, both (tokens, width); None where one is not finite."""
+    reference = reference.double()
+    value = float((found.double() - reference).square().mean().sqrt() / reference.square().mean().sqrt())
+    return value if math.isfinite(value) else None
+
+
+def _eager_one(session: "EncoderSession", inputs: "EncoderInputs") -> Any:
+    """Run the call eagerly as served by one GPU: the model with all weights, no sharing."""
+    model = session.whole
+    shares = model.use_data_parallel
+    model.use_data_parallel = False
+    try:
+        return model.embed_multimodal(**inputs.mm_kwargs)
+    finally:
+        model.use_data_parallel = shares
 
 
 def _time(session: "EncoderSession", run: Callable[[], Any]) -> float:

@@ -38,6 +38,7 @@ from workbench.shapes import captured_shapes
 
 if TYPE_CHECKING:
     from workbench.encoder.instruments import Span
+    from workbench.encoder.registry import Builder
     from workbench.encoder.static_replay import Finding
 
 Grid = tuple[int, int, int]
@@ -120,6 +121,7 @@ class EncoderSession:
         device: where it runs.
         replay: "cuda_graph" or "static_replay"; name it wherever a result of `graph` is shown.
         model: vLLM's model object, without a language model.
+        whole: the model with all weights; another one where ranks share them (`mm_encoder_tp_mode="weights"`).
         manager: vLLM's `EncoderCudaGraphManager` for `configuration`.
         model_record, config_record: what a run folder stores about them.
     """
@@ -132,6 +134,7 @@ class EncoderSession:
         model: Any,
         vllm_config: Any,
         model_record: ModelRecord,
+        whole: Any = None,
     ) -> None:
         self.facts = facts
         self.options = options
@@ -140,6 +143,7 @@ class EncoderSession:
         self.dtype = engine.choose_dtype(options.dtype)
         self.replay: Replay = "cuda_graph" if device.type == "cuda" else "static_replay"
         self.model = model
+        self.whole = model if whole is None else whole
         self.vllm_config = vllm_config
         self.model_record = model_record
         self.configuration = Configuration()
@@ -232,7 +236,7 @@ class EncoderSession:
         place = self.options.place
         config = engine.manager_config(self.vllm_config, configuration, place.size if place and not alone else 1)
         with torch.inference_mode():
-            return kind(config, self.device, self.dtype, self.model)
+            return kind(config, self.device, self.dtype, self.whole if alone else self.model)
 
     @property
     def config_record(self) -> ConfigRecord:
@@ -363,7 +367,8 @@ class EncoderSession:
         with measured_captures(self.manager, self.device, on_budget) as costs:
             pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else object()
             try:
-                self.manager.capture(pool)
+                with engine.capturing(self.device, self.options.place):
+                    self.manager.capture(pool)
             except torch.cuda.OutOfMemoryError as error:
                 self._release_graphs()
                 largest = max(self.manager.token_budgets)
@@ -416,7 +421,7 @@ class EncoderSession:
     def close(self) -> None:
         """Release graphs, weights and buffers. `open_session` calls it; a second call does nothing."""
         self._release_graphs()
-        self.manager = self.model = None
+        self.manager = self.model = self.whole = None
 
 
 @contextlib.contextmanager
@@ -443,13 +448,7 @@ def open_session(options: SessionOptions, configuration: Configuration) -> Itera
 
     with contextlib.ExitStack() as stack:
         vllm_config = stack.enter_context(engine.surroundings(limits, device, dtype, backend, options.place))
-        with engine.building(device, dtype):
-            model = builder.build(facts)
-        model.use_data_parallel = options.place is not None
-        if options.checkpoint is None:
-            weights.fill_dummy(model, options.seed)
-        else:
-            weights.load_checkpoint(model, builder.parts, facts.depth, options.checkpoint)
+        model, whole = _build(builder, facts, options, device, dtype)
         record = ModelRecord(
             key=facts.key,
             architecture=facts.architecture,
@@ -458,17 +457,45 @@ def open_session(options: SessionOptions, configuration: Configuration) -> Itera
             dtype=options.dtype,
             attention_backend=_backend_name(model, builder.parts[0]),
             weights=f"dummy seed {options.seed}" if options.checkpoint is None else "checkpoint",
-            weights_fingerprint=weights.fingerprint(model),
+            weights_fingerprint=weights.fingerprint(whole),
             out_width=facts.out_width,
         )
-        weights.finish(model)
-        if device.type == "cpu":
-            stack.enter_context(checked_linears(model))
-        session = EncoderSession(facts, options, device, model, vllm_config, record)
-        del model
+        for each in {id(model): model, id(whole): whole}.values():
+            weights.finish(each)
+            if device.type == "cpu":
+                stack.enter_context(checked_linears(each))
+        session = EncoderSession(facts, options, device, model, vllm_config, record, whole)
+        del model, whole, each
         stack.callback(session.close)
         session.configure(configuration)
         yield session
+
+
+def _build(
+    builder: "Builder", facts: ModelFacts, options: SessionOptions, device: torch.device, dtype: torch.dtype
+) -> tuple[Any, Any]:
+    """Build and fill the encoder; return the model this process runs and the one with all weights, often the same."""
+    from workbench.encoder import weights
+
+    place = options.place
+    sharded = place is not None and place.mode == "weights"
+    with contextlib.ExitStack() as alone:
+        if place is not None and sharded:
+            alone.enter_context(engine.one_rank(place, device))
+        with engine.building(device, dtype):
+            whole = builder.build(facts)
+    if options.checkpoint is None:
+        weights.fill_dummy(whole, options.seed)
+    else:
+        weights.load_checkpoint(whole, builder.parts, facts.depth, options.checkpoint)
+    whole.use_data_parallel = place is not None and place.mode == "data"
+    if not sharded:
+        return whole, whole
+    with engine.building(device, dtype):
+        model = builder.build(facts)
+    weights.share(whole, model, builder.parts)
+    model.use_data_parallel = False
+    return model, whole
 
 
 def server_limits(options: SessionOptions, facts: ModelFacts) -> Limits:

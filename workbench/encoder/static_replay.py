@@ -149,10 +149,12 @@ def checked_linears(model: torch.nn.Module) -> Iterator[None]:
 
     def check(layer: Any, arguments: tuple[Any, ...]) -> None:
         given = arguments[0]
-        if given.shape[-1] != layer.input_size:
+        # A row-parallel layer of several ranks gets this rank's part.
+        width = layer.input_size_per_partition if getattr(layer, "input_is_parallel", False) else layer.input_size
+        if given.shape[-1] != width:
             raise RuntimeError(
                 f"mat1 and mat2 shapes cannot be multiplied ({given.numel() // given.shape[-1]}x{given.shape[-1]} and "
-                f"{layer.input_size}x{layer.output_size})"
+                f"{width}x{layer.output_size})"
             )
 
     handles = [

@@ -106,6 +106,23 @@ def load_checkpoint(model: Any, parts: tuple[str, ...], depth: int, folder: Path
         )
 
 
+def share(whole: Any, part_of: Any, parts: tuple[str, ...]) -> None:
+    """Give the sharded model `part_of` this rank's share of `whole`'s weights, through vLLM's own weight loaders.
+
+    Args:
+        whole: the same encoder with all weights, not yet in their kernels' layout.
+    """
+    with torch.no_grad():
+        for _, parameter in _parameters(part_of):
+            parameter.fill_(math.nan)
+        for name in parts:
+            getattr(part_of, name).load_weights(
+                (key, value.detach()) for key, value in getattr(whole, name).named_parameters()
+            )
+    left = [name for name, parameter in _parameters(part_of) if bool(parameter.isnan().any())]
+    assert not left, f"vLLM's loader left {left[0]} unfilled"
+
+
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """Return tensor name -> file, from the index if there is one, else from the files' headers."""
     if not folder.is_dir():
