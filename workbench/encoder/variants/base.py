@@ -3,7 +3,7 @@
 Import this module only after `engine.require_vllm`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +59,10 @@ class ErnieVariant(Model):  # type: ignore[misc]  # vLLM is untyped here
             [list(grid) for grid in grids], max_batch_size=max_batch_size
         )
         return metadata
+
+    def kept(self, key: Hashable, compute: Callable[[], Values]) -> Values:
+        """Return what `compute` makes for `key`; a variant that caches may have it already."""
+        return compute()
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"

@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from workbench.budgets import Configuration
-from workbench.capturable import SCHEMA_VERSION, Captured, Case, Column, Ladder, ModuleMap
+from workbench.capturable import ALL, FALLBACK, GRAPH, SCHEMA_VERSION, SERVED, Captured, Case, Column, Ladder, ModuleMap
 from workbench.encoder import registry
 from workbench.encoder.boundary import probe
 from workbench.encoder.module_map import ernie_work, map_graph
@@ -56,7 +56,6 @@ IMAGE_CASES: Calls = {
 VIDEO_CASES: Calls = {"video of 4 frames": [(4, 16, 16)]}
 _SMALL_IMAGES: Calls = {"16 tokens": [(1, 8, 8)], "small mixed": [(1, 4, 4), (1, 8, 8), (1, 2, 6)]}
 _SMALL_VIDEOS: Calls = {"small video": [(4, 4, 4)]}
-SERVED, FALLBACK, GRAPH, ALL = "eager as served", "eager fallback", "graph", "all variants"
 # From vLLM's graph to all variants, one idea after the other.
 STEPS = (["resampler", "metadata_cache"], ["resampler", "metadata_cache", "one_pass"])
 # What vLLM, Triton and CUDA raise on what they cannot run.

@@ -65,7 +65,11 @@ class MetadataCache(GridsOnce):
     def replay_metadata(self, grids: GridInts, max_batch_size: int) -> Values:
         """Return the cached metadata of a batch with these grids, in this order."""
         compute = super().replay_metadata
-        return dict(self.batch_cache.get((grids, max_batch_size), lambda: compute(grids, max_batch_size)))
+        return dict(self.kept((grids, max_batch_size), lambda: compute(grids, max_batch_size)))
+
+    def kept(self, key: Hashable, compute: Callable[[], Values]) -> Values:
+        """Return the batch's cached values."""
+        return self.batch_cache.get(key, compute)
 
     def tower_metadata(self, grids: GridInts, max_batch_size: int) -> Values:
         """Return vLLM's metadata from Python ints and the rotary embeddings of items seen before."""

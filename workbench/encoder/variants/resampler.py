@@ -7,6 +7,7 @@ patches / merge²; each item's own output has half as many rows, since the tempo
 Import this module only after `engine.require_vllm`.
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -156,12 +157,16 @@ class ResamplerInGraph(ErnieVariant):
         """Add the index arrays. Rows behind them are zero, and row 0 exists."""
         values = super().replay_metadata(grids, max_batch_size)
         if self.resampler_model.use_temporal_conv:
-            from vllm.utils.torch_utils import async_tensor_h2d
-
-            indices = temporal_indices(grids, self.vision_model.spatial_merge_size)
-            device = self.vision_model.device
-            values |= {name: async_tensor_h2d(i, device) for name, i in zip(INDICES, indices, strict=True)}
+            values |= self.kept((INDICES, grids), partial(self._indices, grids))
         return values
+
+    def _indices(self, grids: GridInts) -> Values:
+        from vllm.utils.torch_utils import async_tensor_h2d
+
+        indices = temporal_indices(grids, self.vision_model.spatial_merge_size)
+        return {
+            name: async_tensor_h2d(rows, self.vision_model.device) for name, rows in zip(INDICES, indices, strict=True)
+        }
 
     def encoder_cudagraph_forward(self, values: dict[str, torch.Tensor], path: str = "default") -> torch.Tensor:
         """Run the tower and the resampler; [budget, out width], of a video's rows only half."""
