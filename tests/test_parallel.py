@@ -5,6 +5,7 @@ import json
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,16 +13,18 @@ from typer.testing import CliRunner
 
 from workbench.budgets import Configuration, Limits, resolve
 from workbench.cli import app
+from workbench.collectives import Ranks, join_ranks
 from workbench.commands.parallel import parse_calls
 from workbench.errors import WorkbenchError
 from workbench.models import model_facts
 from workbench.planner import plan
+from workbench.trace import read_traces
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm", reason="the engine is not installed")
 
 from workbench.encoder import parallel  # noqa: E402  needs torch
-from workbench.encoder.parallel import ARMS, Job, ParallelRun, RankCall, agrees, balance, run_parallel  # noqa: E402
+from workbench.encoder.parallel import ARMS, Job, ParallelRun, RankCall, agrees, balance, run_parallel, trace_ranks  # noqa: E402
 from workbench.encoder.session import SessionOptions  # noqa: E402
 
 GLM = model_facts("glm4_1v")
@@ -129,6 +132,46 @@ def test_values_beyond_rounding_do_not_agree(weights_run: ParallelRun, wrong: fl
     assert not agrees(msgspec.structs.replace(weights_run, ranks=ranks))
 
 
+def _joined(paths: list[Path]) -> Ranks:
+    return join_ranks(read_traces(paths))
+
+
+def _shifted(path: Path, shift_us: float, out: Path) -> Path:
+    """Write a Kineto trace again with all its events later."""
+    document: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    for event in document["traceEvents"]:
+        if "ts" in event:
+            event["ts"] += shift_us
+    out.write_bytes(gzip.compress(json.dumps(document).encode()))
+    return out
+
+
+@pytest.mark.parametrize("shift_us", [0.0, 123_456.0, -98_765.0])
+def test_real_ranks_with_a_planted_offset(folder: Path, tmp_path: Path, shift_us: float) -> None:
+    """Two gloo processes on one machine share its clock; one trace is then shifted."""
+    first, second = (folder / f"rank{rank}" / "trace.json.gz" for rank in (0, 1))
+    whole = _joined([first, second])
+    moved = _joined([first, _shifted(second, shift_us, tmp_path / "moved.json.gz")])
+    assert moved.clocks[1].ahead_us == pytest.approx(whole.clocks[1].ahead_us + shift_us, abs=0.002)
+    # One clock, so no shift at all must be among what the collectives allow.
+    assert whole.clocks[1].lowest_us <= 0 <= whole.clocks[1].highest_us
+    before, after = ([row.waited_us for row in each.collectives] for each in (whole, moved))
+    assert before == pytest.approx(after, abs=0.01)
+    assert all(0 <= row.waited_us <= row.duration_us + 0.002 for row in moved.collectives)
+
+
+def test_traced_calls_name_their_collectives_and_waits(folder: Path) -> None:
+    run = msgspec.json.decode((folder / parallel.RESULT_FILE).read_bytes(), type=ParallelRun)
+    ranks, doubts = trace_ranks(folder, run)
+    assert ranks is not None
+    assert doubts == []
+    assert {row.window for row in ranks.collectives} == {f"call#{number} rank#0" for number in range(len(CALLS))}
+    for clock in ranks.clocks:
+        own = [row for row in ranks.collectives if row.rank == clock.rank]
+        assert len(own) == clock.collectives >= len(CALLS)
+        assert clock.waited_us == pytest.approx(sum(row.waited_us for row in own))
+
+
 def test_ranks_that_differ_are_refused_by_name(tmp_path: Path) -> None:
     def change(rank: int, job: Job) -> Job:
         return msgspec.structs.replace(job, budgets=[64, 128]) if rank == 1 else job
@@ -192,6 +235,40 @@ def test_ernie_has_no_data_parallel_mode_in_vllm() -> None:
 
     assert not getattr(Ernie4_5_VLMoeForConditionalGeneration, "supports_encoder_tp_data", False)
     assert Glm4vForConditionalGeneration.supports_encoder_tp_data
+
+
+def test_ernies_gather_of_all_heads_gives_back_what_a_rank_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer of shared weights gathers q, k and v of all ranks and keeps this rank's: its own input."""
+    import torch
+
+    from workbench.encoder import engine
+
+    engine.require_vllm()
+    from vllm.model_executor.models import ernie45_vl
+
+    size, heads, head = 2, 4, 8
+    own = heads // size * head
+    local = torch.randn(size, 5, 1, 3 * own)  # per rank: q, k, v of its heads
+
+    def gathered(tensors: list[torch.Tensor], mine: torch.Tensor, group: object) -> None:
+        for into, value in zip(tensors, local, strict=True):
+            into.copy_(value)
+
+    monkeypatch.setattr(torch.distributed, "all_gather", gathered)
+    monkeypatch.setattr(
+        ernie45_vl.parallel_state, "get_tp_group", lambda: type("Group", (), {"device_group": None})(), raising=True
+    )
+    attention = ernie45_vl.Ernie4_5_VisionAttention.__new__(ernie45_vl.Ernie4_5_VisionAttention)
+    torch.nn.Module.__init__(attention)
+    attention.tp_size = size
+    attention.qkv = type("Linear", (), {"hidden_size": heads * head})()
+    attention.num_attention_heads_per_partition = heads // size
+    attention.hidden_size_per_attention_head = head
+    for rank in range(size):
+        attention.tp_rank = rank
+        kept = attention.split_qkv(local[rank])
+        had = local[rank].chunk(3, dim=-1)
+        assert all(torch.equal(a.flatten(2), b) for a, b in zip(kept, had, strict=True))
 
 
 def test_calls_are_written_in_pixels() -> None:

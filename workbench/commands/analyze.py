@@ -10,6 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from workbench.collectives import Ranks
     from workbench.gaps import Analysis
 
 SHOWN_ROWS = 25
@@ -25,29 +26,39 @@ def register(app: typer.Typer) -> None:
         ],
         window: Annotated[str | None, typer.Option(help="Annotations to analyse, as a shell pattern: 'step*'.")] = None,
         details: Annotated[
-            bool, typer.Option("--details", help="With --json: kernels, families, phases and replays too.")
+            bool, typer.Option("--details", help="With --json: kernels, families, phases, replays, collectives too.")
         ] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     ) -> None:
         """Split the time of each window into busy and idle by cause; count launches, copies and syncs.
 
-        Without --window the span from the first GPU op to the last is the one window.
+        Without --window the span from the first GPU op to the last is the one window. Traces of several ranks are
+        put on one clock by their collectives, and what each rank waited in them is shown.
         """
         import msgspec
 
+        from workbench.collectives import join_or_doubt
         from workbench.gaps import analyze as analyze_trace
         from workbench.gaps import report
         from workbench.trace import read_traces
 
-        analyses = [analyze_trace(trace, window) for trace in read_traces(traces)]
+        read = read_traces(traces)
+        analyses = [analyze_trace(trace, window) for trace in read]
+        ranks, doubts = join_or_doubt(read, window)
         if as_json:
-            text = msgspec.json.format(msgspec.json.encode(report(analyses, details)), indent=1)
+            found = report(analyses, details)
+            found["warnings"] += doubts
+            if ranks is not None:
+                found["ranks"] = ranks.clocks
+                if details:
+                    found["collectives"] = ranks.collectives
+            text = msgspec.json.format(msgspec.json.encode(found), indent=1)
             sys.stdout.write(text.decode() + "\n")
         else:
-            _show(analyses)
+            _show(analyses, ranks, doubts)
 
 
-def _show(analyses: Sequence["Analysis"]) -> None:
+def _show(analyses: Sequence["Analysis"], ranks: "Ranks | None", doubts: Sequence[str]) -> None:
     from rich.console import Console
 
     from workbench.gaps import explain
@@ -63,6 +74,10 @@ def _show(analyses: Sequence["Analysis"]) -> None:
             console.print(plain(sentence), markup=False, highlight=False)
         for warning in analysis.warnings:
             console.print(f"warning: {plain(warning)}", markup=False, highlight=False, style="yellow")
+    if ranks is not None:
+        console.print(ranks_table(ranks))
+    for doubt in doubts:
+        console.print(f"warning: {plain(doubt)}", markup=False, highlight=False, style="yellow")
 
 
 def plain(text: str) -> str:
@@ -116,6 +131,22 @@ def _windows(analysis: "Analysis") -> "Table":
         total.intra_graph_gap_us, total.tail_us, total.gpu_ops, total.launches, total.graph_launches, total.syncs,
         style="bold",
     )  # fmt: skip
+    return table
+
+
+def ranks_table(ranks: "Ranks") -> "Table":
+    """Clock and waiting of each rank."""
+    table = _table(
+        f"Ranks on rank {ranks.clocks[0].rank}'s clock: times in us",
+        ["rank"],
+        ["collectives", "clock ahead", "at least", "at most", "spread", "in collectives", "waiting", "longest wait"],
+    )
+    for clock in ranks.clocks:
+        longest = max(row.waited_us for row in ranks.collectives if row.rank == clock.rank)
+        _add(
+            table, str(clock.rank), clock.collectives, clock.ahead_us, clock.lowest_us, clock.highest_us,
+            clock.spread_us, clock.total_us, clock.waited_us, longest,
+        )  # fmt: skip
     return table
 
 

@@ -10,6 +10,7 @@ import typer
 from workbench.errors import WorkbenchError
 
 if TYPE_CHECKING:
+    from workbench.collectives import Ranks
     from workbench.encoder.parallel import Grid, ParallelRun
 
 Option = typer.Option
@@ -61,7 +62,7 @@ def parallel(
 
     calls, modality = parse_calls(call, model)
     configuration = Configuration(parse_budgets(budgets), max_items, max_frames)
-    from workbench.encoder.parallel import agrees, balance, run_parallel
+    from workbench.encoder.parallel import agrees, balance, run_parallel, trace_ranks
     from workbench.encoder.session import SessionOptions
 
     options = SessionOptions(
@@ -82,12 +83,14 @@ def parallel(
             seconds=seconds,
             progress=progress,
         )
+    traced, doubts = trace_ranks(out, run)
     if as_json:
         import msgspec
 
-        print(msgspec.json.encode({"run": run, "balance": balance(run)}).decode())
+        found = {"run": run, "balance": balance(run), "traced": traced, "warnings": doubts}
+        print(msgspec.json.encode(found).decode())
     else:
-        _show(run)
+        _show(run, traced, doubts)
     if not agrees(run):
         raise typer.Exit(1)
 
@@ -123,9 +126,11 @@ def parse_calls(texts: list[str], model: str) -> "tuple[list[list[Grid]], str]":
     return calls, kinds.pop()
 
 
-def _show(run: "ParallelRun") -> None:
+def _show(run: "ParallelRun", ranks: "Ranks | None", doubts: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
+
+    from workbench.commands.analyze import ranks_table
 
     timed = run.replay == "cuda_graph"
     table = Table(title=f"{len(run.ranks)} ranks, {run.ranks[0].model.key}, {run.tp_mode}", title_justify="left")
@@ -137,6 +142,10 @@ def _show(run: "ParallelRun") -> None:
     Console().print(table)
     if not timed:
         print("static replay on the CPU: times mean nothing and are left out")
+    elif ranks is not None:
+        Console().print(ranks_table(ranks))
+    for doubt in doubts:
+        print(f"warning: {doubt}")
 
 
 def _data_rows(run: "ParallelRun") -> list[dict[str, str]]:

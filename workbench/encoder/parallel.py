@@ -39,6 +39,7 @@ from workbench.progress import Progress, silent
 from workbench.run import Batch, ConfigRecord, Environment, ModelRecord, Record, Replay
 
 if TYPE_CHECKING:
+    from workbench.collectives import Ranks
     from workbench.encoder.engine import TpMode
     from workbench.encoder.session import EncoderInputs, EncoderSession, SessionOptions
 
@@ -177,6 +178,18 @@ def agrees(run: ParallelRun) -> bool:
         return all(share.equal for share in shares)
     most = _ROUNDING[run.ranks[0].model.dtype]
     return all(rms is not None and rms <= most for share in shares for rms in (share.relative_rms, share.eager_rms))
+
+
+def trace_ranks(folder: Path, run: ParallelRun) -> tuple["Ranks | None", list[str]]:
+    """Return what the ranks' traces in `folder` say on one clock, each collective with its call, or why they cannot.
+
+    The traced calls run under a profiler: its waits explain, `RankCall.gather_us` and `wall_us` measure.
+    """
+    from workbench.collectives import join_or_doubt
+    from workbench.trace import read_traces
+
+    paths = [_rank_folder(folder, rank.rank) / rank.trace for rank in run.ranks]
+    return join_or_doubt(read_traces(paths), "call#*")
 
 
 # The launcher ---------------------------------------------------------------------------------------------------
@@ -577,7 +590,7 @@ def _trace(session: "EncoderSession", calls: Sequence["EncoderInputs"], folder: 
         for number, inputs in enumerate(calls):
             with torch.profiler.record_function(f"call#{number} rank#{place.rank}"):
                 session.graph(inputs)
-        session.synchronize()
+                session.synchronize()
     plain = folder / "trace.json"
     profile.export_chrome_trace(str(plain))
     document = msgspec.json.decode(plain.read_bytes())
