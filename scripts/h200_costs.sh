@@ -4,7 +4,7 @@
 #   bash scripts/h200_costs.sh [FOLDER]       default: workbench/recordings/costs_h200_ernie45_vl
 #
 # Needs an H200, and torch and vLLM 0.33 importable by $PYTHON (default python3); the workbench is run from this
-# checkout. Two processes, five minutes in all; each has a time limit. Leaves in FOLDER:
+# checkout. Two processes, five to nine minutes in all; each has a time limit. Leaves in FOLDER:
 #   profile.json     costs of ERNIE-4.5-VL at full depth
 #   heldout.json     12 random configurations on 2 workloads that calibration does not use
 #   validation.json  vLLM's own budgets, the pull request's and the advised ones on three workloads
@@ -24,9 +24,9 @@ step() { # SECONDS VERB OPTION...
     echo "$1: $((SECONDS - began)) s"
 }
 
-step 240 calibrate --out "$out/profile.json" --check "$out/heldout.json" | tee "$out/heldout.txt"
+step 360 calibrate --out "$out/profile.json" --check "$out/heldout.json" | tee "$out/heldout.txt"
 # Its budgets end at 2,048, and the mixed workload has images of 4,096 tokens, on which vLLM 0.33 fails (D1): --cover.
-step 150 compare --profile "$out/profile.json" --out "$out/validation.json" \
+step 220 compare --profile "$out/profile.json" --out "$out/validation.json" \
     --workload pull-request --workload mixed --workload small-many \
     --config "vLLM auto=auto" --config "pull request=$published" --config advised=advised --cover --max-graphs 10 \
     --calls 16 --repeats 6 --warmup 1 | tee "$out/validation.txt"
