@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measure the variants of ERNIE's encoder on an H200, with the project's own command line.
 #
-#   bash scripts/h200_variants.sh [FOLDER] [SECONDS]      default: workbench/recordings/variants 240
+#   bash scripts/h200_variants.sh [FOLDER] [SECONDS]      default: workbench/recordings/variants_ernie45_vl 240
 #
 # Needs torch, Triton and vLLM 0.33 importable by $PYTHON (default python3), cuda-bindings for the module maps; the
 # workbench is run from this checkout. One run yields eager, vLLM's graph, each variant and all of them on single items
@@ -10,7 +10,7 @@
 # leaves what it has. Under five minutes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=${1:-workbench/recordings/variants}
+out=${1:-workbench/recordings/variants_ernie45_vl}
 seconds=${2:-240}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=4
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench import detail, explain
+from workbench.run import recording_folder
 from workbench.views import boundary
 
 SUMS = ["spans", "busy_us"]
@@ -82,6 +83,6 @@ def test_any_table_keeps_its_sums_and_its_extent(rows: list[tuple[str, str, int,
 
 
 def test_a_recorded_call_is_drawn_whole() -> None:
-    table = explain.timeline(explain.traced(explain.run_to_explain("ernie45_vl-224"), "eager_served"))
+    table = explain.timeline(explain.traced(explain.open_subject(recording_folder("ernie45_vl-224")), "eager_served"))
     figure = boundary.timelines({"eager as served": table})
     assert sum(len(bar.x) for bar in figure.data) == len(table)

@@ -1,15 +1,19 @@
 """The tables of notebook 01, on the shipped H200 recordings and on planted cases."""
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pandas as pd
 import pytest
 
+from tests.runs import make_run
 from workbench import explain
 from workbench.errors import WorkbenchError
 from workbench.explain import Subject, Traced
+from workbench.files import write_json
 from workbench.published import ERNIE_PULL_REQUEST
-from workbench.run import ARM_TITLES, ARMS, UNNAMED_PHASE
+from workbench.run import ARM_TITLES, ARMS, RUN_FILE, UNNAMED_PHASE, load_recording, recording_folder
 from workbench.stats import summary
 from workbench.views import boundary
 
@@ -18,7 +22,7 @@ RECORDING = "ernie45_vl-224"
 
 @pytest.fixture(scope="module")
 def subject() -> Subject:
-    return explain.run_to_explain(RECORDING)
+    return explain.open_subject(recording_folder(RECORDING))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +60,7 @@ def test_parts_of_a_call_add_up(arms: list[Traced]) -> None:
 
 
 def test_failed_arms_are_listed_with_their_cause() -> None:
-    run = explain.run_to_explain("ernie45_vl-mixed-2048").run
+    run = load_recording("ernie45_vl-mixed-2048")
     table = explain.speed(run)
     failed = table[table["failed"].notna()]
     assert set(failed["failed"]) == {"D1"}
@@ -126,17 +130,57 @@ def test_published_rows_stand_beside_the_run(subject: Subject) -> None:
     assert table.iloc[1]["mean speed-up"] == pytest.approx(20.19 / 5.33)
 
 
-def test_which_run_is_explained(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> None:
-    monkeypatch.setenv(explain.SOURCE_VARIABLE, str(subject.folder))
-    assert explain.run_to_explain("glm4_1v").run.name == RECORDING
-    assert explain.run_to_explain("glm4_1v").kind == "live"
+def test_which_runs_can_be_explained(monkeypatch: pytest.MonkeyPatch, subject: Subject, tmp_path: Path) -> None:
+    monkeypatch.delenv(explain.SOURCE_VARIABLE, raising=False)
+    shipped = explain.explainable()
+    assert list(shipped) == ["ernie45_vl", "glm4_1v"]
+    assert shipped["ernie45_vl"] == subject.folder
     monkeypatch.setenv(explain.SOURCE_VARIABLE, explain.RECORDED)
-    assert explain.run_to_explain("glm4_1v", live=subject.folder).run.name == "glm4_1v"
-    monkeypatch.delenv(explain.SOURCE_VARIABLE)
-    assert explain.run_to_explain("glm4_1v", live=subject.folder).run.name == RECORDING
+    assert explain.explainable() == shipped
+    own = tmp_path / "mine"
+    own.symlink_to(recording_folder("glm4_1v"))
+    monkeypatch.setenv(explain.SOURCE_VARIABLE, str(own))
+    assert explain.explainable() == {"glm4_1v": own}
+    assert (explain.open_subject(own).kind, subject.kind) == ("live", "recorded")
     monkeypatch.setenv(explain.SOURCE_VARIABLE, "nowhere")
     with pytest.raises(WorkbenchError, match="nowhere is not a run folder"):
-        explain.run_to_explain(RECORDING)
+        explain.explainable()
+
+
+def test_a_run_of_a_cpu_has_nothing_to_explain(tmp_path: Path) -> None:
+    write_json(tmp_path / RUN_FILE, make_run("small", replay="static_replay"))
+    with pytest.raises(WorkbenchError, match="run small was captured on a CPU"):
+        explain.open_subject(tmp_path)
+
+
+def test_agreement_is_said(subject: Subject) -> None:
+    assert explain.agreement(subject.run, 0) == "The graph's outputs equal eager's bit for bit."
+    glm = load_recording("glm4_1v")
+    assert "relative RMS of 0.84" in explain.agreement(glm, explain.one_image(glm))
+    broken = msgspec.structs.replace(glm.equality[0], bit_equal=False, relative_rms=None, finite=False)
+    assert "not finite" in explain.agreement(msgspec.structs.replace(glm, equality=[broken]), broken.call)
+    assert explain.agreement(glm, 7) == "The outputs were not compared."
+
+
+def test_a_call_is_explained_alone() -> None:
+    """GLM's recording holds a video and an image."""
+    glm = explain.open_subject(recording_folder("glm4_1v"))
+    assert explain.one_image(glm.run) == 1
+    assert [explain.call_title(call) for call in glm.run.calls] == [
+        "one video of 8 frames of 224 x 224",
+        "one image of 224 x 224",
+    ]
+    both, image = explain.traced(glm, "graph"), explain.traced(glm, "graph", call=1)
+    assert [len(one.analysis.windows) for one in (both, image)] == [2, 1]
+    assert image.analysis.windows[0].gpu_ops == both.analysis.windows[1].gpu_ops
+    with pytest.raises(WorkbenchError):
+        explain.traced(glm, "graph", call=7)
+
+
+def test_recordings_of_a_model_come_longest_first() -> None:
+    runs = explain.recorded_runs("ernie45_vl")
+    assert {run.name for run in runs} >= {"ernie45_vl-224", "ernie45_vl-mixed"}
+    assert [len(run.calls) for run in runs] == sorted((len(run.calls) for run in runs), reverse=True)
 
 
 def test_a_run_without_traces_says_so(subject: Subject) -> None:
@@ -156,7 +200,7 @@ def test_figures_draw_every_row(subject: Subject, arms: list[Traced]) -> None:
     assert sum(len(bar.x) for bar in figure.data) == sum(len(table) for table in lines.values())
     table = explain.profiler_effect(subject.run)
     assert sum(len(bar.x) for bar in boundary.distortion(table).data) == len(table)
-    assert len(boundary.by_call(explain.speed(explain.run_to_explain("ernie45_vl-mixed").run)).data) == 2
+    assert len(boundary.by_call(explain.speed(load_recording("ernie45_vl-mixed"))).data) == 2
     kinds = explain.families(arms)
     assert sum(sum(bar.y) for bar in boundary.families(kinds).data) * 1e3 == pytest.approx(
         kinds["GPU us per call"].sum()

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from workbench.capturable import LADDER_FILE, Ladder, read_ladder
+from workbench.capturable import ALL, FALLBACK, GRAPH, LADDER_FILE, SERVED, Ladder, read_ladder
 from workbench.cli import app
 from workbench.errors import WorkbenchError
 from workbench.files import write_json
@@ -26,11 +26,7 @@ from workbench.encoder.session import SessionOptions  # noqa: E402 - needs vLLM
 from workbench.encoder.variants import names_for  # noqa: E402
 from workbench.encoder.variants.fused import Fused  # noqa: E402
 from workbench.encoder.variants.measure import (  # noqa: E402
-    ALL,
-    FALLBACK,
-    GRAPH,
     IMAGE_CASES,
-    SERVED,
     VIDEO_CASES,
     Effort,
     cases_for,
@@ -117,15 +113,20 @@ def test_a_variant_that_cannot_be_captured_costs_only_its_column(monkeypatch: py
     assert {column.name for column in found.cases[0].columns} >= {GRAPH, "resampler"}
 
 
-def test_cases_fit_the_budgets() -> None:
-    assert cases_for(2048) == (IMAGE_CASES, VIDEO_CASES)
+def test_cases_fit_the_budgets_and_one_does_not() -> None:
     assert [sum(t * h * w for t, h, w in grids) // 4 for grids in IMAGE_CASES.values()] == [
         64, 391, 2048, 256, 1391, 128, 1024,
     ]  # fmt: skip
-    images, videos = cases_for(64)
-    assert all(t * h * w <= 256 for grids in [*images.values(), *videos.values()] for t, h, w in grids)
-    assert images
-    assert videos
+    images, videos = cases_for(2048)
+    assert (list(images)[:-1], videos) == (list(IMAGE_CASES), VIDEO_CASES)
+    for largest in (16, 64, 2048):
+        images, videos = cases_for(largest)
+        *fitting, above = [*videos.values(), *images.values()]
+        assert all(t * h * w <= 4 * largest for grids in fitting for t, h, w in grids)
+        ((t, h, w),) = above
+        assert 4 * largest < t * h * w
+        assert h % 2 == w % 2 == 0
+        assert len(fitting) > 2
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
     from workbench.capturable import read_ladder
 
-    ladder = read_ladder(Path("workbench/recordings/variants"))
+    ladder = read_ladder(Path("workbench/recordings/variants_ernie45_vl"))
     [(case.name, column.name, summary(column.wall_us).mean) for case in ladder.cases for column in case.columns]
 
 `workbench boundary` makes them; see `workbench.encoder.boundary`, `.module_map` and `.variants.measure`. Times are
@@ -15,10 +15,12 @@ from typing import Literal
 from workbench.errors import WorkbenchError
 from workbench.files import read_json
 from workbench.parity import Difference
-from workbench.run import CaptureCost, Environment, ModelRecord, Record, Replay
+from workbench.run import RECORDINGS, CaptureCost, Environment, ModelRecord, Record, Replay
 
 SCHEMA_VERSION = 1
 LADDER_FILE = "ladder.json"
+# Names of the columns that are no single variant.
+SERVED, FALLBACK, GRAPH, ALL = "eager as served", "eager fallback", "graph", "all variants"
 
 
 class HostSync(Record, frozen=True):
@@ -224,3 +226,15 @@ def read_ladder(folder: Path) -> Ladder:
     if version != SCHEMA_VERSION:
         raise WorkbenchError(f"{path} has schema version {version!r}; this workbench reads {SCHEMA_VERSION}")
     return read_json(path, Ladder)
+
+
+def find_ladder(model: str, run_folder: Path | None = None) -> Ladder | None:
+    """Return the ladder that lies in a run's folder, else the shipped recording of the model, else None.
+
+    Raises:
+        WorkbenchError: see `read_ladder`.
+    """
+    folders = [] if run_folder is None else [run_folder]
+    folders += sorted(path.parent for path in RECORDINGS.glob(f"*/{LADDER_FILE}"))
+    found = (read_ladder(folder) for folder in folders if (folder / LADDER_FILE).is_file())
+    return next((ladder for ladder in found if ladder.model.key == model), None)

@@ -1,9 +1,9 @@
 """What a run shows, as tables: the numbers behind notebook 01.
 
-    subject = run_to_explain("ernie45_vl-224")
+    subject = open_subject(explainable()["ernie45_vl"])
     speed(subject.run)                      # mean, median, std, P99 per arm, speed-ups with their baseline
     explained = traced(subject, "graph")    # the trace with the least distortion, analysed
-    timeline(explained, call=0)             # host phases, CUDA calls and GPU ops of one call
+    timeline(explained)                     # host phases, CUDA calls and GPU ops of one call
 
 Times come from un-profiled runs where a table says "timed", and from a trace where it says "traced".
 """
@@ -20,10 +20,23 @@ import pandas as pd
 from workbench.errors import WorkbenchError
 from workbench.gaps import Analysis, analyze
 from workbench.kernels import family, short_name
+from workbench.models import MODELS
 from workbench.phases import OUTSIDE
 from workbench.profiler import distortions
 from workbench.published import PublishedTable
-from workbench.run import ARM_TITLES, ARMS, RUN_FILE, UNNAMED_PHASE, Arm, Run, read_run, recording_folder
+from workbench.run import (
+    ARM_TITLES,
+    ARMS,
+    RECORDINGS,
+    UNNAMED_PHASE,
+    Arm,
+    Call,
+    Run,
+    load_recording,
+    read_run,
+    recording_folder,
+    recording_names,
+)
 from workbench.stats import ratio, summary
 from workbench.timeline import GapKind
 from workbench.trace import Category, Trace, read_trace
@@ -53,35 +66,86 @@ class Subject:
 
     run: Run
     folder: Path
-    kind: Literal["live", "recorded", "static_replay"]
+    kind: Literal["live", "recorded"]
     text: str
 
 
-def run_to_explain(recording: str, live: Path | None = None) -> Subject:
-    """Choose the run a notebook explains.
+def explainable() -> dict[str, Path]:
+    """Return the run folders that a notebook can explain, by their model's key.
 
-    In this order: the folder that the environment variable WORKBENCH_RUN names (`recording` is the shipped one);
-    `live`, a run measured on this machine; the shipped recording.
+    It is the folder that the environment variable WORKBENCH_RUN names; without one, or with the word `recording`, the
+    first shipped recording of each model by name that has traces, models in the registry's order.
 
     Raises:
-        WorkbenchError: no such run or recording.
+        WorkbenchError: the named folder holds no run.
     """
     named = os.environ.get(SOURCE_VARIABLE, "")
     if named and named != RECORDED:
-        folder = Path(named)
-    elif live is not None and not named and (live / RUN_FILE).is_file():
-        folder = live
-    else:
-        return _subject(recording_folder(recording), "recorded")
-    run = read_run(folder)
-    return _subject(folder, "static_replay" if run.replay == "static_replay" else "live")
+        return {read_run(Path(named)).model.key: Path(named)}
+    first: dict[str, Path] = {}
+    for name in recording_names():
+        run = load_recording(name)
+        if run.traces:
+            first.setdefault(run.model.key, recording_folder(name))
+    return {key: first[key] for key in MODELS if key in first}
 
 
-def _subject(folder: Path, kind: Literal["live", "recorded", "static_replay"]) -> Subject:
+def open_subject(folder: Path) -> Subject:
+    """Read the run in `folder`, and say what and where it was measured.
+
+    Raises:
+        WorkbenchError: no run there, or one of a CPU.
+    """
     run = read_run(folder)
-    machine = run.environment.gpus[0].name if run.environment.gpus else run.environment.cpu
+    if run.replay == "static_replay":
+        raise WorkbenchError(
+            f"run {run.name} was captured on a CPU, where graphs are static replays and no trace shows GPU work; set "
+            f"{SOURCE_VARIABLE} to a run of a GPU, or to nothing for what ships"
+        )
+    kind: Literal["live", "recorded"] = "recorded" if folder.parent == RECORDINGS else "live"
+    machine = ", ".join(sorted({gpu.name for gpu in run.environment.gpus}))
     text = f"{run.name}, {machine}, vLLM {run.environment.vllm}, torch {run.environment.torch}, {run.created[:10]}"
     return Subject(run, folder, kind, text)
+
+
+def recorded_runs(model: str) -> list[Run]:
+    """Return the shipped recordings of a model, most calls first, then fewest failures."""
+    runs = [run for run in map(load_recording, recording_names()) if run.model.key == model]
+    return sorted(runs, key=lambda run: (-len(run.calls), len(run.failures)))
+
+
+def one_image(run: Run) -> int:
+    """Return the number of the first call that holds one image; 0 where none does."""
+    return next((n for n, call in enumerate(run.calls) if call.modality == "image" and len(call.grids) == 1), 0)
+
+
+def first_calls(run: Run) -> list[int]:
+    """Return the numbers of the first call of one item of each modality."""
+    alone = [(number, call.modality) for number, call in enumerate(run.calls) if len(call.grids) == 1]
+    return list({modality: number for number, modality in reversed(alone)}.values())[::-1]
+
+
+def agreement(run: Run, call: int) -> str:
+    """Say in a sentence how far the graph's outputs of a call are from eager as served's."""
+    row = next((row for row in run.equality if (row.call, row.baseline) == (call, "eager_served")), None)
+    if row is None:
+        return "The outputs were not compared."
+    if row.bit_equal:
+        return "The graph's outputs equal eager's bit for bit."
+    if row.relative_rms is None:
+        return "**The graph's outputs hold values that are not finite.**"
+    return (
+        f"The graph's outputs differ from eager's by a relative RMS of {row.relative_rms:.2g}; notebook 03 says "
+        "whether that is rounding."
+    )
+
+
+def call_title(call: Call) -> str:
+    """Say what a call holds: "one image of 224 x 224", "3 images", "one video of 8 frames of 224 x 224"."""
+    if len(call.grids) > 1:
+        return f"{len(call.grids)} {call.modality}s"
+    width, height, frames = call.sizes[0]
+    return f"one {call.modality} of {f'{frames} frames of ' if call.modality == 'video' else ''}{width} x {height}"
 
 
 def speed(run: Run) -> pd.DataFrame:
@@ -121,7 +185,7 @@ def beside_published(run: Run, published: PublishedTable, call: int = 0) -> pd.D
     """The published table's rows and this run's, in the same columns, milliseconds.
 
     The published benchmark is `encoder_forward_ms` of a whole engine, which divides one encoder call's time among the
-    requests in it; here every call is one image. Compare ratios, not milliseconds.
+    requests in it; here a call is measured alone. Compare ratios, not milliseconds.
     """
     first = published.rows[0]
     rows: list[dict[str, object]] = [
@@ -152,16 +216,22 @@ class Traced:
     analysis: Analysis
 
 
-def traced(subject: Subject, arm: Arm, activities: Literal["ranges", "cpu"] = "ranges") -> Traced:
+def traced(
+    subject: Subject, arm: Arm, activities: Literal["ranges", "cpu"] = "ranges", call: int | None = None
+) -> Traced:
     """Read one trace of the run: "ranges" distorts least, "cpu" also has every operator and, in eager, module.
 
+    Args:
+        call: whose windows are analysed; None: those of all calls.
+
     Raises:
-        WorkbenchError: the run has no such trace.
+        WorkbenchError: the run has no such trace, or the trace no such call.
     """
     for record in subject.run.traces:
         if record.arm == arm and activities in record.activities:
             trace = read_trace(subject.folder / record.file)
-            return Traced(arm, tuple(record.activities), trace, analyze(trace, f"{record.window}#*"))
+            pattern = f"{record.window}#{'*' if call is None else call}"
+            return Traced(arm, tuple(record.activities), trace, analyze(trace, pattern))
     raise WorkbenchError(
         f"run {subject.run.name} has no {activities} trace of {ARM_TITLES[arm]}; capture it with --profiled-repeats 1"
     )

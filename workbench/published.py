@@ -5,6 +5,8 @@ Each table names its source, its GPU and its exact workload, because none of the
 
 from dataclasses import dataclass
 
+from workbench.models import Modality
+
 # The configuration that vLLM pull requests 45254 (ERNIE-4.5-VL) and 40576 (GLM-4.1V) benchmark.
 PULL_REQUEST_BUDGETS = (128, 256, 512, 1024, 1536, 2048)
 PULL_REQUEST_ITEMS = 4
@@ -12,13 +14,13 @@ PULL_REQUEST_ITEMS = 4
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One arm of a published benchmark: `encoder_forward_ms`, milliseconds per request."""
+    """One arm of a published benchmark: `encoder_forward_ms`, milliseconds per request; None was not published."""
 
     arm: str
     mean: float
-    median: float
-    std: float
     p99: float
+    median: float | None = None
+    std: float | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,28 @@ ERNIE_PULL_REQUEST = PublishedTable(
         PublishedRow("CUDA graph", mean=5.33, median=5.31, std=0.22, p99=5.77),
     ),
 )
+
+GLM_IMAGE_PULL_REQUEST = PublishedTable(
+    title="GLM-4.1V-9B-Thinking, encoder_forward_ms, images",
+    source="vLLM pull request 40576",
+    gpu="RTX 4090",
+    workload="one 224 x 224 image per request, 1000 requests; budgets 128, 256, 512, 1024, 1536, 2048, 4 items",
+    rows=(PublishedRow("eager", mean=4.17, p99=9.33), PublishedRow("CUDA graph", mean=4.05, p99=4.82)),
+)
+GLM_VIDEO_PULL_REQUEST = PublishedTable(
+    title="GLM-4.6V-Flash, encoder_forward_ms, videos",
+    source="vLLM pull request 40576",
+    gpu="RTX 4090",
+    workload="one video of 8 frames of 224 x 224 per request, 1000 requests; the same budgets, 32 frames",
+    rows=(PublishedRow("eager", mean=7.26, p99=25.78), PublishedRow("CUDA graph", mean=4.54, p99=9.52)),
+)
+
+# What was published for a model and a modality.
+PULL_REQUESTS: dict[tuple[str, Modality], PublishedTable] = {
+    ("ernie45_vl", "image"): ERNIE_PULL_REQUEST,
+    ("glm4_1v", "image"): GLM_IMAGE_PULL_REQUEST,
+    ("glm4_1v", "video"): GLM_VIDEO_PULL_REQUEST,
+}
 
 
 @dataclass(frozen=True)

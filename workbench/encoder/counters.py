@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, Any
 
 import workbench
 from workbench.errors import WorkbenchError
-from workbench.files import refuse_occupied, replacing_folder, write_json
+from workbench.files import read_json, refuse_occupied, replacing_folder, write_json
 from workbench.kernels import FAMILIES, Family, family, short_name
-from workbench.run import Arm, Environment, Record
+from workbench.run import RECORDINGS, Arm, Environment, Record
 
 if TYPE_CHECKING:
     from workbench.budgets import Configuration
@@ -106,6 +106,33 @@ class Counters(Record, frozen=True):
     max_items: int
     grids: list[tuple[int, int, int]]
     arms: list[ArmCounters]
+
+
+def read_counters(folder: Path) -> Counters:
+    """Read `folder`/counters.json.
+
+    Raises:
+        WorkbenchError: no counters there, or of another schema version.
+    """
+    path = folder / RESULT_FILE
+    if not path.is_file():
+        raise WorkbenchError(f"{folder} has no {RESULT_FILE}; make one with `workbench counters` on a GPU")
+    version = read_json(path, dict).get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise WorkbenchError(f"{path} has schema version {version!r}; this workbench reads {SCHEMA_VERSION}")
+    return read_json(path, Counters)
+
+
+def find_counters(model: str, run_folder: Path | None = None) -> Counters | None:
+    """Return the counters in a run's folder or in a folder inside it, else the model's shipped ones, else None.
+
+    Raises:
+        WorkbenchError: see `read_counters`.
+    """
+    own = [] if run_folder is None else [run_folder / RESULT_FILE, *sorted(run_folder.glob(f"*/{RESULT_FILE}"))]
+    paths = [*own, *sorted(RECORDINGS.glob(f"*/{RESULT_FILE}"))]
+    found = (read_counters(path.parent) for path in paths if path.is_file())
+    return next((counters for counters in found if counters.model == model), None)
 
 
 # Reading and adding up ------------------------------------------------------------------------------------------

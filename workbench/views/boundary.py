@@ -6,7 +6,18 @@ from plotly.subplots import make_subplots
 
 from workbench.detail import level_of_detail
 from workbench.run import ARM_TITLES
-from workbench.views.theme import ARM_COLORS, BLACK, BLUE, GREEN, MUTED, ORANGE, PURPLE, SKY, VERMILION
+from workbench.views.theme import (
+    ARM_COLORS,
+    BLACK,
+    BLUE,
+    FAMILY_COLORS,
+    GREEN,
+    MUTED,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+)
 
 _ARM_COLORS = {ARM_TITLES[arm]: color for arm, color in ARM_COLORS.items()}
 _PARTS = {
@@ -18,11 +29,7 @@ _PARTS = {
     "tail us": ("after the last op", MUTED),
 }
 _GROUP_COLORS = {
-    "gemm": BLUE,
-    "attention": GREEN,
-    "norm": ORANGE,
-    "glue": VERMILION,
-    "memcpy": PURPLE,
+    **FAMILY_COLORS,
     "kernel launch": VERMILION,
     "graph launch": GREEN,
     "copy": PURPLE,

@@ -39,6 +39,7 @@ BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK = (
 )
 COLORWAY = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK)
 ARM_COLORS: dict[Arm, str] = {"eager_served": BLUE, "eager_fallback": VERMILION, "graph": GREEN}
+FAMILY_COLORS = {"gemm": BLUE, "attention": GREEN, "norm": ORANGE, "glue": VERMILION, "memcpy": PURPLE}
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 CONFIG = {"displaylogo": False, "responsive": True}

@@ -63,16 +63,17 @@ _NOT_RUN = (WorkbenchError, RuntimeError, AssertionError, ValueError, IndexError
 
 
 def cases_for(largest: int) -> tuple[Calls, Calls]:
-    """Return the cases of images and of videos of which every item fits into budget `largest`.
+    """Return the cases of images and of videos of which every item fits into budget `largest`, and one above it.
 
-    Small budgets, as on a CPU, get small cases of the same kinds.
+    Small budgets, as on a CPU, get small cases of the same kinds. The image above the budget comes last.
     """
 
     def fitting(calls: Calls) -> Calls:
         return {name: grids for name, grids in calls.items() if all(4 * largest >= t * h * w for t, h, w in grids)}
 
     images, videos = fitting(IMAGE_CASES), fitting(VIDEO_CASES)
-    return images | ({} if len(images) > 2 else _SMALL_IMAGES), videos or _SMALL_VIDEOS
+    above: Calls = {"above the largest budget": [(1, 64, 2 * (largest // 32 + 2))]}
+    return images | ({} if len(images) > 2 else _SMALL_IMAGES) | above, videos or _SMALL_VIDEOS
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,308 @@
+"""Tables and figures of what a graph could hold and of the variants, from a made-up ladder; no engine."""
+
+from pathlib import Path
+
+import msgspec
+import pandas as pd
+import pytest
+
+from tests.ladders import NOISE, make_ladder, write_ladder
+from workbench import capturable, ladder
+from workbench.capturable import ALL, GRAPH, SERVED, Ladder, find_ladder
+from workbench.encoder import counters
+from workbench.encoder.counters import ArmCounters, Counters, FamilyCounters, find_counters
+from workbench.errors import WorkbenchError
+from workbench.files import write_json
+from workbench.kernels import Family
+from workbench.models import model_facts
+from workbench.stats import summary
+from workbench.views import ladder as figures
+from workbench.views import ladder_words as words
+
+
+@pytest.fixture(scope="module")
+def made() -> Ladder:
+    return make_ladder()
+
+
+@pytest.fixture
+def no_recordings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty folder in place of the shipped recordings."""
+    folder = tmp_path / "recordings"
+    folder.mkdir()
+    for module in (capturable, counters):
+        monkeypatch.setattr(module, "RECORDINGS", folder)
+    return folder
+
+
+def drawn(trace: object, axis: str = "x") -> list[float]:
+    """The numbers of a trace."""
+    return [float(value) for value in getattr(trace, axis)]
+
+
+# Where they lie ---------------------------------------------------------------------------------------------------
+
+
+def test_a_ladder_is_found_by_model_beside_the_run_first(no_recordings: Path, tmp_path: Path) -> None:
+    own = tmp_path / "mine"
+    own.mkdir()
+    assert find_ladder("ernie45_vl", own) is None
+    (no_recordings / "variants_ernie45_vl").mkdir()
+    shipped = write_ladder(no_recordings / "variants_ernie45_vl")
+    assert find_ladder("ernie45_vl", own) == shipped
+    assert find_ladder("glm4_1v", own) is None
+    mine = msgspec.structs.replace(shipped, notes=["mine"])
+    write_json(own / capturable.LADDER_FILE, mine)
+    assert find_ladder("ernie45_vl", own) == mine
+    assert find_ladder("ernie45_vl") == shipped
+
+
+def make_counters() -> Counters:
+    """Counters made up for tests."""
+    given = make_ladder()
+
+    def family(name: Family, us: float, share: float | None) -> FamilyCounters:
+        return FamilyCounters(
+            family=name, kernels=3, duration_us=us, dram_bytes=1e6, bandwidth=1e12, tensor=0.3, active=0.8,
+            roofline=share,
+        )  # fmt: skip
+
+    return Counters(
+        schema_version=counters.SCHEMA_VERSION, workbench="0", environment=given.environment, nsight_python="0.9.6",
+        model="ernie45_vl", budgets=[64], max_items=4, grids=[(1, 16, 16)],
+        arms=[
+            ArmCounters(arm="eager_served", kernels=[], families=[family("gemm", 900, 0.5), family("glue", 800, 0.2)]),
+            ArmCounters(arm="graph", kernels=[], families=[family("gemm", 950.0, 0.55), family("glue", 700.0, None)]),
+        ],
+    )  # fmt: skip
+
+
+def test_counters_are_found_and_shown(no_recordings: Path, tmp_path: Path) -> None:
+    own = tmp_path / "mine"
+    assert find_counters("ernie45_vl", own) is None
+    given = make_counters()
+    write_json(own / "counted" / counters.RESULT_FILE, given)
+    assert find_counters("ernie45_vl", own) == given
+    assert find_counters("glm4_1v", own) is None
+    write_json(no_recordings / "counters_ernie45_vl" / counters.RESULT_FILE, given)
+    assert find_counters("ernie45_vl") == given
+    table = ladder.hardware(given)
+    assert list(table["us"]) == [900.0, 800.0, 950.0, 700.0]
+    figure = figures.hardware(table)
+    assert [list(bar.y) for bar in figure.data] == [["gemm", "glue"], ["gemm", "glue"]]
+    assert drawn(figure.data[0]) == [0.5, 0.2]
+    write_json(own / "counted" / counters.RESULT_FILE, {"schema_version": 9})
+    with pytest.raises(WorkbenchError, match="schema version 9"):
+        find_counters("ernie45_vl", own)
+
+
+# The boundary -----------------------------------------------------------------------------------------------------
+
+
+def test_candidates_with_their_times_and_obstacles(made: Ladder) -> None:
+    table = ladder.boundaries(made.boundaries).set_index("the graph would hold")
+    assert list(table["captures"]) == ["yes", "no", "yes"]
+    vit = table.loc["ViT, as vLLM captures it"]
+    assert (vit["call us"], vit["gain us"], vit["nodes"]) == (4600.0, 15_400.0, 674)
+    refused = table.loc["ViT and the resampler as shipped"]
+    assert refused["host syncs"] == 2
+    assert pd.isna(refused["gain us"])
+    why = ladder.obstacles(made.boundaries)
+    assert list(why["what"]) == ["CUDA refuses", "reads on the host"]
+    assert list(why["at"]) == ["vllm/model_executor/models/ernie45_vl.py:798"] * 2
+    assert list(ladder.obstacles(made.boundaries[:1])) == list(why)
+    captured, eager, outside = figures.candidates(table.reset_index()).data
+    assert drawn(captured) == [2.6, 1.5]
+    assert drawn(eager) == [19.0]
+    assert drawn(outside) == [2.0, 0.6, 0.2]
+
+
+def test_on_a_cpu_only_syncs_are_known(made: Ladder) -> None:
+    watched = [
+        msgspec.structs.replace(
+            one, captured=None, nodes=None, obstacle=None, inside_us=None, eager_us=None, outside_us=None
+        )
+        for one in made.boundaries
+    ]
+    assert list(ladder.boundaries(watched)) == ["the graph would hold", "captures", "host syncs"]
+
+
+# The graph by module ----------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_taken_together_and_nothing_is_lost(made: Ladder) -> None:
+    for mapped in made.maps[:2]:
+        table, fine = ladder.modules(mapped), ladder.parts(mapped)
+        us = sum(one.us for one in mapped.modules)
+        assert table["us"].sum() == fine["us"].sum() == us
+        assert table["nodes"].sum() == fine["nodes"].sum() == mapped.nodes
+        assert table["share"].sum() == pytest.approx(1)
+        attention = table.set_index("module").loc["vision_model.blocks.*.attn.qkv"]
+        assert (attention["us"], attention["times roofline"]) == (40.0, 5.0)
+        assert table["us"].is_monotonic_decreasing
+    told = ladder.graphs(made.maps).set_index("graph")
+    assert told.loc["fused", "not mapped"] == "why"
+    assert told["us"].isna().to_dict()["fused"]
+    assert told.loc["all variants", "times roofline"] == pytest.approx(511 / 12)
+
+
+def test_the_treemap_adds_up(made: Ladder) -> None:
+    tables = [ladder.parts(mapped) for mapped in made.maps[:2]]
+    figure = figures.modules_map(tables)
+    widths = []
+    for trace, table in zip(figure.data, tables, strict=True):
+        values = dict(zip(trace.ids, trace.values, strict=True))
+        children: dict[str, float] = {}
+        for key, parent in zip(trace.ids, trace.parents, strict=True):
+            children[parent] = children.get(parent, 0.0) + values[key]
+        assert all(children[key] == pytest.approx(values[key]) for key in children if key)
+        assert children[""] == table["us"].sum()
+        widths.append((trace.domain.x[1] - trace.domain.x[0]) / table["us"].sum())
+    assert widths[0] == pytest.approx(widths[1])  # areas of both are in one scale
+
+
+def test_the_roofline_is_marked_where_there_is_one(made: Ladder) -> None:
+    figure = figures.roofline([ladder.modules(mapped) for mapped in made.maps[:2]])
+    marks = figure.data[-1]
+    assert dict(zip(marks.y, marks.x, strict=True)) == {
+        "vision_model.blocks.*.attn": 4.0,
+        "vision_model.blocks.*.attn.qkv": 8.0,
+    }
+
+
+# Step by step ------------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_computed_from_the_samples(made: Ladder) -> None:
+    case = ladder.one_image(made)
+    assert case is not None
+    assert case.name == "64 tokens"
+    samples = {column.name: summary(column.wall_us) for column in case.columns}
+    table = ladder.steps(case).set_index("step")
+    assert table.loc["vLLM's graph", "median ms"] == pytest.approx(samples[GRAPH].median / 1e3)
+    assert table.loc["all variants", "vs vLLM's graph"] == pytest.approx(samples[GRAPH].median / samples[ALL].median)
+    assert table.loc["all variants", "vs served"] == pytest.approx(samples[SERVED].median / samples[ALL].median)
+    assert table.loc["all variants", "parity over noise"] == pytest.approx(0.5)
+    assert (table.loc["resampler", "equals the graph"], table.loc["fused", "equals the graph"]) == (True, False)
+    assert table["vs served"].isna().to_dict()["eager as served"]
+
+
+def test_a_failed_column_has_its_error_and_no_numbers(made: Ladder) -> None:
+    table = ladder.all_steps(made)
+    assert list(dict.fromkeys(table["call"])) == ["64 tokens", "4096 tokens", "video of 4 frames"]
+    failed = table[table["failed"].notna()]
+    assert set(failed["call"]) == {"4096 tokens"}
+    assert failed[["median ms", "P99 ms", "busy ms", "parity over noise"]].isna().all(axis=None)
+    assert table[table["failed"].isna()]["median ms"].gt(0).all()
+
+
+def test_an_item_that_is_not_finite_has_no_parity(made: Ladder) -> None:
+    case = made.cases[1]
+    bad = msgspec.structs.replace(case.columns[-1].parity[0], finite=False, relative_rms=None)
+    column = msgspec.structs.replace(case.columns[-1], parity=[case.columns[-1].parity[0], bad])
+    table = ladder.steps(msgspec.structs.replace(case, columns=[column]))
+    assert table["parity over noise"].isna().all()
+    assert NOISE > 0
+
+
+def test_figures_draw_every_column(made: Ladder) -> None:
+    case = ladder.one_image(made)
+    assert case is not None
+    table, every = ladder.steps(case), ladder.all_steps(made)
+    bars, marks = figures.steps(table).data
+    assert drawn(bars) == list(table["median ms"])
+    assert drawn(marks) == list(table["P99 ms"])
+    busy, idle = figures.inside_the_call(table).data
+    assert [a + b for a, b in zip(drawn(busy), drawn(idle), strict=True)] == pytest.approx(
+        (table["busy ms"] + table["idle ms"]).tolist()
+    )
+    dots = figures.cases(every).data
+    assert sum(len(trace.x) for trace in dots) == every[every["step"] != "eager fallback"]["vs served"].notna().sum()
+    both = figures.parity(every).data
+    assert sum(len(trace.x) for trace in both) == len(every)
+    assert set(both[0].customdata) == {"64 tokens", "4096 tokens", "video of 4 frames"}
+
+
+# In words -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_boundary_in_words(made: Ladder) -> None:
+    table, why_not = ladder.boundaries(made.boundaries), ladder.obstacles(made.boundaries)
+    text = words.boundaries(table, why_not)
+    assert text.startswith("2 of 3 candidates capture. *ViT and the resampler as shipped*: CUDA refuses at `vllm/")
+    assert "and 1 more" in text
+    assert "**all variants together** makes the shortest call, 1.50 ms inside and 0.20 ms outside" in text
+    watched = [msgspec.structs.replace(one, captured=None, inside_us=None) for one in made.boundaries[:1]]
+    assert words.boundaries(ladder.boundaries(watched), ladder.obstacles(watched)) == (
+        "Nothing was captured here; 1 candidates were watched for host syncs."
+    )
+
+
+def test_maps_in_words(made: Ladder) -> None:
+    text = words.graphs(ladder.graphs(made.maps))
+    assert text.startswith("*vLLM's graph* replays 30 nodes in 711 us, of which glue is 85%; *all variants* replays 16")
+    assert words.graphs(ladder.graphs(made.maps[2:])) == "No graph of this ladder has a map: why."
+    assert words.graphs(ladder.graphs([])).endswith("it needs CUDA.")
+    text = words.roofline([ladder.modules(mapped) for mapped in made.maps[:2]])
+    assert "takes 42.6 times its roofline of 12 us, `vision_model.blocks.*.attn` 115.0 times its own" in text
+
+
+def test_steps_in_words(made: Ladder) -> None:
+    case = ladder.one_image(made)
+    assert case is not None
+    table = ladder.steps(case)
+    rows = table.set_index("step")
+    whole = rows.loc["all variants"]
+    assert f"**{whole['vs served']:.1f} times as fast as eager as served" in words.steps(table)
+    singles = rows.loc[["resampler", "one_pass", "metadata_cache", "fallback", "fused"]]
+    assert f"*{singles['median ms'].idxmin()}* saves most" in words.steps(table)
+    assert "the nodes of the graph from 180 to 72" in words.inside_the_call(table)
+    failed = table[table["step"] != "all variants"]
+    assert words.steps(failed).startswith("Not every step could be timed")
+    assert words.inside_the_call(failed).startswith("Not every step could be traced")
+
+
+def test_every_call_in_words(made: Ladder) -> None:
+    text = words.calls(ladder.all_steps(made))
+    assert "on 3 calls" in text
+    assert "on the 1 that it runs; slower on none." in text
+    assert "On *4096 tokens* vLLM's graph, one_pass, metadata_cache, fused failed: RuntimeError: mat1" in text
+    slow = [msgspec.structs.replace(column, wall_us=[9e9]) if column.name == ALL else column
+            for column in made.cases[1].columns]  # fmt: skip
+    slower = msgspec.structs.replace(made, cases=[msgspec.structs.replace(made.cases[1], columns=slow), made.cases[0]])
+    assert "; slower than one of them on 64 tokens." in words.calls(ladder.all_steps(slower))
+    videos = msgspec.structs.replace(made, cases=made.cases[:1])
+    assert words.calls(ladder.all_steps(videos)).endswith("on 1 calls; slower on none.")
+
+
+def test_parity_in_words(made: Ladder) -> None:
+    text = words.parity(ladder.all_steps(made))
+    assert text.startswith("10 of 11 variants' calls equal vLLM's graph bit for bit; none of 14 lie beyond")
+    far = msgspec.structs.replace(made.cases[1], noise_rms=NOISE / 10)
+    text = words.parity(ladder.all_steps(msgspec.structs.replace(made, cases=[far])))
+    assert "7 of 7 lie beyond the noise floor" in text
+    assert "5.00 times the floor" in text
+    unknown = msgspec.structs.replace(made.cases[1], noise_rms=None)
+    assert words.parity(ladder.all_steps(msgspec.structs.replace(made, cases=[unknown]))).startswith(
+        "The outputs have no"
+    )
+
+
+def test_counters_in_words() -> None:
+    text = words.hardware(ladder.hardware(make_counters()))
+    assert "*eager as served*: 1,700 us of kernels, 2 MB from memory, 36% of the roofline" in text
+    assert "*graph*: 1,650 us of kernels, 2 MB from memory, 55% of the roofline" in text
+
+
+def test_what_is_not_there_is_one_sentence() -> None:
+    assert ladder.missing(model_facts("ernie45_vl")) == (
+        "No ladder of ERNIE-4.5-VL is recorded here: `bash scripts/h200_variants.sh` makes it on an H200."
+    )
+    assert "GLM-4.1V is recorded here: `workbench ladder` does not take this model yet." in ladder.missing(
+        model_facts("glm4_1v")
+    )
+
+
+def test_where_a_ladder_comes_from(made: Ladder) -> None:
+    assert ladder.source(made) == ("recorded", "the variants' ladder, NVIDIA H200, vLLM 0.33.0, 2026-11-29")
+    assert ladder.source(msgspec.structs.replace(made, replay="static_replay"))[0] == "static_replay"

@@ -1,0 +1,253 @@
+"""What a ladder shows, as tables: the capture boundary, a graph by module, the variants step by step.
+
+    from workbench.capturable import find_ladder
+
+    ladder = find_ladder("ernie45_vl")
+    steps(ladder.cases[0])      # eager, vLLM's graph, each variant and all of them on one call
+    modules(ladder.maps[0])     # nodes, time and roofline of each module of a graph, blocks taken together
+
+Hardware counters have a table here too, since they answer the same question: how far from what the device can do.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import pandas as pd
+
+from workbench.capturable import GRAPH, SERVED, Boundary, Case, Column, Ladder, MappedModule, ModuleMap
+from workbench.models import ModelFacts
+from workbench.run import ARM_TITLES
+from workbench.stats import ratio, summary
+
+if TYPE_CHECKING:
+    from workbench.encoder.counters import Counters
+
+OUTSIDE_MODULES = "outside any module"
+# How a model's ladder is made; only these have candidates and variants to measure.
+MAKERS = {"ernie45_vl": "`bash scripts/h200_variants.sh` makes it on an H200"}
+ALL_BLOCKS = "blocks.*"
+COMBINED = " + "  # between the variants of one column
+HEAVY = 0.02  # a module of a smaller share of the graph is not worth a name
+_BLOCK = re.compile(r"\bblocks\.\d+")
+# What the ladder calls vLLM's own graph, told apart from a variant's for people.
+_TITLES = {GRAPH: "vLLM's graph"}
+
+
+def title(column: str) -> str:
+    """Name a column for people: "vLLM's graph", "resampler + one_pass"."""
+    return _TITLES.get(column, column.replace("+", COMBINED))
+
+
+def source(ladder: Ladder) -> tuple[Literal["recorded", "static_replay"], str]:
+    """Return where a ladder comes from, for `note_source`."""
+    machine = ladder.environment
+    where = ", ".join(sorted({gpu.name for gpu in machine.gpus})) or machine.cpu
+    kind: Literal["recorded", "static_replay"] = "recorded" if ladder.replay == "cuda_graph" else "static_replay"
+    return kind, f"the variants' ladder, {where}, vLLM {machine.vllm}, {ladder.created[:10]}"
+
+
+def missing(facts: ModelFacts) -> str:
+    """Say in a sentence that there is no ladder of a model, and how to make one."""
+    how = MAKERS.get(facts.key, "`workbench ladder` does not take this model yet")
+    return f"No ladder of {facts.title} is recorded here: {how}."
+
+
+# The boundary -----------------------------------------------------------------------------------------------------
+
+
+def boundaries(found: Sequence[Boundary]) -> pd.DataFrame:
+    """One row per candidate: whether it captures, its nodes, times in microseconds, syncs seen.
+
+    `call us` is inside + outside; `gain us` what the capture saves against running the region eagerly. Columns that no
+    row fills are left out: on a CPU nothing is captured and timed.
+    """
+    captures = {None: "not tried", True: "yes", False: "no"}
+    table = pd.DataFrame(
+        [
+            {
+                "the graph would hold": _short(one),
+                "captures": captures[one.captured],
+                "nodes": one.nodes,
+                "inside us": one.inside_us,
+                "outside us": one.outside_us,
+                "call us": _sum(one.inside_us, one.outside_us),
+                "region eagerly us": one.eager_us,
+                "gain us": one.gain_us,
+                "host syncs": sum(sync.count for sync in one.syncs),
+                "obstacle": one.obstacle.error if one.obstacle else None,
+            }
+            for one in found
+        ]
+    )
+    return table.dropna(axis="columns", how="all")
+
+
+def _short(one: Boundary) -> str:
+    """Return the candidate's title without the idea behind a variant."""
+    return one.title.partition(":")[0]
+
+
+def _sum(*values: float | None) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def obstacles(found: Sequence[Boundary]) -> pd.DataFrame:
+    """What stands in the way of each candidate: CUDA's refusal, and host syncs, each with its source line."""
+    rows: list[dict[str, object]] = []
+    for one in found:
+        if one.obstacle is not None:
+            said = f"{one.obstacle.error}: {one.obstacle.message}"
+            rows.append(_obstacle(one, "CUDA refuses", said, one.obstacle.place, one.obstacle.source, 1))
+        for sync in one.syncs:
+            kind = "copies from host memory" if sync.host_copy else "reads on the host"
+            rows.append(_obstacle(one, kind, sync.call, sync.place, sync.source, sync.count))
+    columns = ["the graph would hold", "what", "call", "at", "line", "times"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _obstacle(one: Boundary, what: str, call: str, place: str, line: str, times: int) -> dict[str, object]:
+    return {"the graph would hold": _short(one), "what": what, "call": call, "at": place, "line": line, "times": times}
+
+
+# The graph by module ----------------------------------------------------------------------------------------------
+
+
+def parts(mapped: ModuleMap) -> pd.DataFrame:
+    """One row per module and kernel family of a graph, blocks taken together: nodes and microseconds of a replay."""
+    rows = [
+        {"graph": title(mapped.name), "module": _rolled(one), "family": family, "nodes": nodes, "us": us}
+        for one in mapped.modules
+        for family, (nodes, us) in one.families.items()
+    ]
+    table = pd.DataFrame(rows, columns=["graph", "module", "family", "nodes", "us"])
+    return table.groupby(["graph", "module", "family"], sort=False, as_index=False).sum()
+
+
+def modules(mapped: ModuleMap) -> pd.DataFrame:
+    """One row per module of a graph, blocks taken together, longest first.
+
+    `roofline us` is the least time for its operations and for reading its weights once, `times roofline` the distance;
+    a module without either, such as a copy, has none.
+    """
+    rows = [
+        {
+            "graph": title(mapped.name),
+            "module": _rolled(one),
+            "nodes": one.nodes,
+            "us": one.us,
+            "glue us": one.families.get("glue", (0, 0.0))[1],
+            "roofline us": one.roofline_us,
+        }
+        for one in mapped.modules
+    ]
+    table = pd.DataFrame(rows, columns=["graph", "module", "nodes", "us", "glue us", "roofline us"])
+    table = table.groupby(["graph", "module"], sort=False, as_index=False).sum()
+    table.insert(4, "share", table["us"] / table["us"].sum())
+    table["times roofline"] = (table["us"] / table["roofline us"]).where(table["roofline us"] > 0)
+    return table.sort_values("us", ascending=False, kind="stable", ignore_index=True)
+
+
+def _rolled(one: MappedModule) -> str:
+    return _BLOCK.sub(ALL_BLOCKS, one.module) or OUTSIDE_MODULES
+
+
+def graphs(maps: Sequence[ModuleMap]) -> pd.DataFrame:
+    """One row per graph: nodes, microseconds of a replay, of them glue, roofline, distance, or why it has no map."""
+    rows = []
+    for mapped in maps:
+        table = modules(mapped)
+        us, floor = float(table["us"].sum()), float(table["roofline us"].sum())
+        rows.append(
+            {
+                "graph": title(mapped.name),
+                "budget": mapped.budget,
+                "nodes": mapped.nodes,
+                "us": us or None,
+                "glue us": float(table["glue us"].sum()) if us else None,
+                "roofline us": floor or None,
+                "times roofline": us / floor if floor else None,
+                "not mapped": mapped.why_not,
+            }
+        )
+    return pd.DataFrame(rows).dropna(axis="columns", how="all")
+
+
+# The variants, step by step -----------------------------------------------------------------------------------------
+
+
+def steps(case: Case) -> pd.DataFrame:
+    """One row per column of a case, in the ladder's order: un-profiled times, speed-ups of medians, GPU, parity.
+
+    `busy` and `idle` are of the device in one traced call. `parity over noise` is the worst item's relative RMS against
+    eager as served over what rounding does to eager itself; `equals the graph`: bit for bit vLLM's graph. A column that
+    failed has its error and no numbers.
+    """
+    samples = {column.name: column.wall_us for column in case.columns if column.wall_us}
+    return pd.DataFrame([_step(case, column, samples) for column in case.columns])
+
+
+def _step(case: Case, column: Column, samples: dict[str, list[float]]) -> dict[str, object]:
+    row: dict[str, object] = {"call": case.name, "tokens": sum(case.tokens), "step": title(column.name)}
+    timed = summary(column.wall_us) if column.wall_us else None
+    row["n"] = timed.n if timed else 0
+    row |= {"mean ms": timed and timed.mean / 1e3, "median ms": timed and timed.median / 1e3}
+    row |= {"P99 ms": timed and timed.p99 / 1e3}
+    for base, name in ((SERVED, "vs served"), (GRAPH, "vs vLLM's graph")):
+        known = timed is not None and base in samples and column.name != base
+        row[name] = ratio(samples[base], column.wall_us, "median").value if known else None
+    row |= {"busy ms": _ms(column.busy_us), "idle ms": _ms(column.idle_us), "traced ms": _ms(column.traced_us)}
+    row |= {"GPU ops": column.ops, "nodes": column.nodes}
+    row |= {"parity over noise": _over_noise(case, column), "equals the graph": _equals_graph(column)}
+    row["failed"] = column.error
+    return row
+
+
+def _ms(us: float | None) -> float | None:
+    return None if us is None else us / 1e3
+
+
+def _over_noise(case: Case, column: Column) -> float | None:
+    worst = [item.relative_rms for item in column.parity]
+    known = [value for value in worst if value is not None]
+    return max(known) / case.noise_rms if known and len(known) == len(worst) and case.noise_rms else None
+
+
+def _equals_graph(column: Column) -> bool | None:
+    return all(item.bit_equal for item in column.against_graph) if column.against_graph else None
+
+
+def one_image(ladder: Ladder) -> Case | None:
+    """Return the first case of one image."""
+    return next((case for case in ladder.cases if case.modality == "image" and len(case.grids) == 1), None)
+
+
+def all_steps(ladder: Ladder) -> pd.DataFrame:
+    """Return `steps` of every case, images before videos; columns that no row fills are left out."""
+    cases = sorted(ladder.cases, key=lambda case: (case.modality, sum(case.tokens)))
+    return pd.concat([steps(case) for case in cases], ignore_index=True).dropna(axis="columns", how="all")
+
+
+# Hardware counters ---------------------------------------------------------------------------------------------------
+
+
+def hardware(counters: "Counters") -> pd.DataFrame:
+    """One row per arm and kernel family: duration, memory traffic, tensor cores, multiprocessors, achieved roofline."""
+    return pd.DataFrame(
+        [
+            {
+                "arm": ARM_TITLES[arm.arm],
+                "family": row.family,
+                "kernels": row.kernels,
+                "us": row.duration_us,
+                "DRAM MB": row.dram_bytes / 1e6,
+                "TB/s": row.bandwidth / 1e12,
+                "tensor cores": row.tensor,
+                "multiprocessors": row.active,
+                "of the roofline": row.roofline,
+            }
+            for arm in counters.arms
+            for row in arm.families
+        ]
+    )

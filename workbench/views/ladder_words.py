@@ -1,0 +1,161 @@
+"""What the tables of `workbench.ladder` show, in a sentence or two each."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pandas as pd
+
+from workbench.capturable import ALL, FALLBACK, GRAPH, SERVED
+from workbench.ladder import COMBINED, HEAVY, title
+
+_GRAPH, _ALL = title(GRAPH), title(ALL)
+_BASELINES = (SERVED, FALLBACK, _GRAPH)
+_VS_GRAPH = f"vs {_GRAPH}"
+Row = dict[Any, Any]
+
+
+def _rows(table: pd.DataFrame, with_number: str = "") -> list[Row]:
+    """Return the rows in which a column holds a value; all where none is named."""
+    if with_number and with_number not in table:
+        return []
+    found: list[Row] = table[table[with_number].notna()].to_dict("records") if with_number else table.to_dict("records")
+    return found
+
+
+def boundaries(table: pd.DataFrame, why_not: pd.DataFrame) -> str:
+    """From `ladder.boundaries` and `ladder.obstacles`: what captures, what does not and why, the shortest call."""
+    rows = _rows(table)
+    captured = [row for row in rows if row["captures"] == "yes"]
+    if all(row["captures"] == "not tried" for row in rows):
+        said = [f"Nothing was captured here; {len(rows)} candidates were watched for host syncs."]
+    else:
+        said = [f"{len(captured)} of {len(rows)} candidates capture."]
+    for name, met in why_not.groupby("the graph would hold", sort=False):
+        first, more = _rows(met)[0], len(met) - 1
+        said.append(
+            f"*{name}*: {first['what']} at `{first['at']}`, `{first['line']}`{f', and {more} more' if more else ''}."
+        )
+    timed = _rows(table, "call us")
+    if timed:
+        vllm, best = timed[0], min(timed, key=lambda row: float(row["call us"]))
+        said.append(
+            f"**{best['the graph would hold']}** makes the shortest call, {_inside(best)}; "
+            f"*{vllm['the graph would hold']}* takes {_inside(vllm)}."
+        )
+    return " ".join(said)
+
+
+def _inside(row: Row) -> str:
+    return f"{row['inside us'] / 1e3:.2f} ms inside and {row['outside us'] / 1e3:.2f} ms outside"
+
+
+def graphs(table: pd.DataFrame) -> str:
+    """From `ladder.graphs`: nodes, time and glue of each graph that has a map."""
+    known = _rows(table, "us")
+    if not known:
+        return f"No graph of this ladder has a map: {table['not mapped'].iloc[0] if len(table) else 'it needs CUDA'}."
+    told = (
+        f"*{row['graph']}* replays {row['nodes']:.0f} nodes in {row['us']:,.0f} us, of which glue is "
+        f"{row['glue us'] / row['us']:.0%}"
+        for row in known
+    )
+    return f"{'; '.join(told)}. Click a module to enter it."
+
+
+def roofline(tables: Sequence[pd.DataFrame]) -> str:
+    """From `ladder.modules` of each graph: the distance of the whole, and the module that is farthest away."""
+    told = []
+    for table in tables:
+        us, floor = float(table["us"].sum()), float(table["roofline us"].sum())
+        whole = f"*{table['graph'].iloc[0]}* takes {us / floor:.1f} times its roofline of {floor:,.0f} us"
+        heavy = [row for row in _rows(table, "times roofline") if row["share"] >= HEAVY]
+        if heavy:
+            far = max(heavy, key=lambda row: float(row["times roofline"]))
+            whole += f", `{far['module']}` {far['times roofline']:.1f} times its own"
+        told.append(whole)
+    return f"{'; '.join(told)}. The modules named are the farthest away of those that take {HEAVY:.0%} or more."
+
+
+def steps(table: pd.DataFrame) -> str:
+    """From `ladder.steps`: all variants against both baselines, and the single variant that saves most."""
+    timed = {row["step"]: row for row in _rows(table, "median ms")}
+    if _ALL not in timed or _GRAPH not in timed:
+        return "Not every step could be timed on this call; the table says why."
+    whole = timed[_ALL]
+    text = (
+        f"With all variants the call takes {whole['median ms']:.2f} ms, P99 {whole['P99 ms']:.2f}: "
+        f"**{whole['vs served']:.1f} times as fast as eager as served and {whole[_VS_GRAPH]:.2f} times as fast as "
+        f"vLLM's graph** (medians, n = {whole['n']:.0f})."
+    )
+    alone = [row for step, row in timed.items() if step not in (*_BASELINES, _ALL) and COMBINED not in step]
+    if alone:
+        best = min(alone, key=lambda row: float(row["median ms"]))
+        saved = timed[_GRAPH]["median ms"] - best["median ms"]
+        text += f" Of the single variants *{best['step']}* saves most, {saved:.2f} ms."
+    return text
+
+
+def inside_the_call(table: pd.DataFrame) -> str:
+    """From `ladder.steps`: GPU busy and idle, and nodes, of vLLM's graph and of all variants."""
+    rows = {row["step"]: row for row in _rows(table, "busy ms")}
+    if _ALL not in rows or _GRAPH not in rows:
+        return "Not every step could be traced on this call."
+    before, after = rows[_GRAPH], rows[_ALL]
+    return (
+        f"From vLLM's graph to all variants the GPU's work goes from {before['busy ms']:.2f} to {after['busy ms']:.2f} "
+        f"ms, its waiting inside the call from {before['idle ms']:.2f} to {after['idle ms']:.2f} ms, and the nodes of "
+        f"the graph from {before['nodes']:.0f} to {after['nodes']:.0f}."
+    )
+
+
+def calls(table: pd.DataFrame) -> str:
+    """From `ladder.all_steps`: all variants on every call, where something is slower, what failed."""
+    whole = [row for row in _rows(table, "vs served") if row["step"] == _ALL]
+    if not whole:
+        return "All variants together were not timed."
+    text = f"All variants together are {_range(whole, 'vs served')} times as fast as eager as served"
+    text += f" on {len(whole)} calls"
+    against = [row for row in _rows(table, _VS_GRAPH) if row["step"] == _ALL]
+    if against:
+        text += f" and {_range(against, _VS_GRAPH)} times as fast as vLLM's graph on the {len(against)} that it runs"
+    slower = [row["call"] for row in whole if any((row.get(one) or 1) < 1 for one in ("vs served", _VS_GRAPH))]
+    text += f"; slower than one of them on {', '.join(slower)}." if slower else "; slower on none."
+    failed = pd.DataFrame(_rows(table, "failed"))
+    for call, rows in failed.groupby("call", sort=False) if len(failed) else ():
+        text += f" On *{call}* {', '.join(rows['step'])} failed: {rows['failed'].iloc[0]}."
+    return text
+
+
+def _range(rows: Iterable[Row], column: str) -> str:
+    values = [row[column] for row in rows]
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+def parity(table: pd.DataFrame) -> str:
+    """From `ladder.all_steps`: how many outputs are bit-equal, and the one that is farthest from eager."""
+    known = _rows(table, "parity over noise")
+    if not known:
+        return "The outputs have no distance to eager."
+    ours = [row for row in known if row["step"] not in _BASELINES]
+    compared = [row for row in ours if isinstance(row["equals the graph"], bool)]
+    equal = sum(row["equals the graph"] for row in compared)
+    beyond = sum(row["parity over noise"] > 1 for row in ours)
+    far = max(known, key=lambda row: float(row["parity over noise"]))
+    return (
+        f"{equal} of {len(compared)} variants' calls equal vLLM's graph bit for bit; {beyond or 'none'} of {len(ours)} "
+        f"lie beyond the noise floor. Farthest from eager is {far['step']} on {far['call']}: "
+        f"{far['parity over noise']:.2f} times the floor."
+    )
+
+
+def hardware(table: pd.DataFrame) -> str:
+    """From `ladder.hardware`: kernels' time, traffic and roofline of each arm."""
+    told = []
+    for arm, rows in table.groupby("arm", sort=False):
+        text = f"*{arm}*: {rows['us'].sum():,.0f} us of kernels, {rows['DRAM MB'].sum():,.0f} MB from memory"
+        known = _rows(rows, "of the roofline")
+        if known:
+            reached = sum(row["us"] * row["of the roofline"] for row in known) / sum(row["us"] for row in known)
+            text += f", {reached:.0%} of the roofline in the mean over their time"
+        told.append(text)
+    return f"{'; '.join(told)}."
