@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from tests.profiles import base_us, make_profile
+from tests.profiles import RATE, base_us, make_profile
 from workbench import search_loops as loops
-from workbench.advisor import Constraints, advise, configurations_for
+from workbench.advisor import Constraints, advise, configurations_for, open_setting, open_study
 from workbench.budgets import Configuration, Limits, parse_compilation_config, resolve
 from workbench.cli import app
 from workbench.costs import CostModel, Objective
@@ -303,6 +304,55 @@ def test_glm_videos_get_frames_that_hold_their_batches() -> None:
     resolved = resolve(advice.answer.configuration, Limits.of(model_facts("glm4_1v")))
     assert not plan(calls.tokens, calls.offsets, resolved, calls.frames).over_frames.any()
     assert not any(finding.rule == "frames-beyond-capture" for finding in advice.findings)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.lists(st.sampled_from([16, 48, 64, 96, 256]), min_size=1, max_size=5), min_size=1, max_size=6),
+    st.integers(1, 8),
+    st.sampled_from([1, 2, 4, 8]),
+)
+def test_no_max_frames_compute_less_and_hold_every_batch(calls: list[list[int]], frames: int, items: int) -> None:
+    tokens = [[n * frames for n in call] for call in calls]  # so that a video's frames are whole
+    setting = open_setting(workload(tokens, "glm4_1v", frames=frames))
+    budgets = tuple(sorted({items * 32, 2048}))
+    chosen = setting.with_frames(budgets, items)
+    if frames == 1:  # images
+        assert chosen.max_frames is None
+        return
+
+    def computed(most: int) -> int | None:
+        made = setting.plan(replace(chosen, max_frames=most))
+        if made.over_frames.any():
+            return None
+        held = made.budget_index[~made.fallback]
+        return int(np.array(setting.captured(made.resolved))[held].sum())
+
+    every = {most: computed(most) for most in range(items, items * 40)}
+    assert chosen.max_frames is not None
+    best = computed(chosen.max_frames)
+    assert best is not None
+    assert best <= min(value for value in every.values() if value is not None)
+
+
+def test_frames_that_make_graphs_large_are_priced_or_refused_by_name() -> None:
+    calls = workload([[64], [128], [256]], "glm4_1v", frames=4)
+    study = open_study(calls, CostModel(make_profile(model="glm4_1v")))
+    lean, wide = (study.candidate("", Configuration((64, 256), 4, frames)) for frames in (4, 1024))
+    assert lean.captured == lean.budgets == (64, 256)
+    assert wide.captured == (1024, 1024)
+    assert lean.objective_us is not None
+    assert wide.objective_us is not None
+    # All three replays compute 1,024 tokens in place of 64, 256 and 256.
+    assert wide.objective_us - lean.objective_us == pytest.approx((3 * 1024 - 64 - 256 - 256) * RATE / 3)
+    assert wide.capture_bytes > lean.capture_bytes  # type: ignore[operator]  # both are known
+    auto = study.candidate("vLLM auto", Configuration())
+    assert auto.captured == (38_400,) * len(auto.budgets)
+    assert "38,400 frames make the graph of budget 64 compute 38,400 tokens (D2)" in (auto.refused or "")
+    short = study.candidate("short", Configuration((64, 256), 1, 3))
+    assert "3 replays have up to 4 frames and the graphs hold 3: vLLM's copy raises (D4)" in (short.refused or "")
+    images = open_study(workload([[97]], "glm4_1v"), CostModel(make_profile(model="glm4_1v")))
+    assert "(D3)" in (images.candidate("", Configuration((64, 100), 8)).refused or "")
 
 
 def test_glm_may_leave_large_items_to_eager() -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.comparisons import make_comparisons
 from tests.profiles import make_profile
 from workbench import outcomes
-from workbench.advisor import Constraints, Study, advise, open_study
+from workbench.advisor import Constraints, Study, advise, open_setting, open_study
 from workbench.budgets import Configuration
 from workbench.costs import CostModel
 from workbench.errors import WorkbenchError
@@ -21,7 +21,7 @@ from workbench.models import model_facts
 from workbench.sources import load_workload
 from workbench.views import budgets as figures
 
-ERNIE = model_facts("ernie45_vl")
+ERNIE, GLM = model_facts("ernie45_vl"), model_facts("glm4_1v")
 MODEL = CostModel(make_profile())
 
 
@@ -119,11 +119,65 @@ def test_a_map_of_nothing_is_refused(study: Study) -> None:
 def test_the_profile_of_the_environment_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_json(tmp_path / "profile.json", make_profile())
     monkeypatch.setenv(outcomes.SOURCE_VARIABLE, str(tmp_path / "profile.json"))
-    assert outcomes.measured("ernie45_vl").validation is None
+    assert getattr(outcomes.measured("ernie45_vl"), "validation", "") is None
     write_json(tmp_path / outcomes.VALIDATION, make_comparisons({"a": ([[64]], {"one": Configuration((64,), 1)})}))
-    assert outcomes.measured("ernie45_vl").validation is not None
+    assert getattr(outcomes.measured("ernie45_vl"), "validation", None) is not None
     with pytest.raises(WorkbenchError, match="not glm4_1v"):
         outcomes.measured("glm4_1v")
+
+
+def test_a_model_without_a_profile_has_no_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(outcomes.SOURCE_VARIABLE, raising=False)
+    monkeypatch.setattr(outcomes, "SHIPPED", {})
+    assert outcomes.measured("glm4_1v") is None
+
+
+def test_without_costs_there_are_no_times() -> None:
+    tried = outcomes.outcome(open_setting(load_workload("glm-video", GLM)), Configuration((64, 256), 4, 8), "mine")
+    assert tried.costs is None
+    row = outcomes.summary([tried]).iloc[0]
+    assert (row["max frames"], row["refused"]) == (8, "")
+    assert pd.isna([row["mean ms"], row["memory MiB"], row["capture s"]]).all()
+    assert outcomes.latency([tried]).empty
+    assert list(outcomes.bill(tried).columns) == ["graph", "computes tokens", "buffers MiB"]
+    assert len(figures.bill({"mine": outcomes.bill(tried)}).data) == 1
+
+
+@pytest.mark.parametrize("priced", [True, False])
+def test_max_frames_cost_what_their_shapes_say(priced: bool) -> None:
+    videos = load_workload("glm-video", GLM)
+    model = CostModel(make_profile(model="glm4_1v"))
+    study = open_study(videos, model) if priced else open_setting(videos)
+    chosen = study.with_frames((64, 256), 4)
+    table = outcomes.frames_axis(study, chosen, [3])
+    assert chosen.max_frames in table["max frames"].tolist()
+    # A call is one video of 4 frames and 256 tokens, so every replay is of budget 256, 64 tokens an item.
+    for row in table.to_dict("records"):
+        share = max(1, row["max frames"] // 4)
+        assert row["computed"] == pytest.approx(4 * share * -(-64 // share) / 256, rel=1e-5)
+        assert row["fails"] == 0
+    own = table[table["vLLM's own"]].to_dict("records")
+    assert [(row["max frames"], row["computed"]) for row in own] == [(2400, 9.375)]  # 600 frames for each of 4 items
+    assert "oversized-buffer" in own[0]["findings"]
+    assert table["buffers MiB"].is_monotonic_increasing
+    assert table["mean ms"].isna().all() != priced
+    if priced:  # by what the graph computes
+        assert own[0]["mean ms"] > 3 * table["mean ms"].min()
+
+
+def test_too_few_frames_are_counted_and_marked() -> None:
+    videos = load_workload("{(224, 224, 16): 1.0}", GLM)
+    study = open_setting(videos)
+    assert set(videos.frames) == {8}
+    chosen = study.with_frames((1024,), 2)
+    table = outcomes.frames_axis(study, chosen)
+    assert chosen.max_frames == 8
+    short = table[table["max frames"] < 8]
+    assert short["fails"].tolist() == [len(videos)] * len(short)
+    assert (table[table["max frames"] >= 8]["fails"] == 0).all()
+    drawn = {trace.name: list(trace.x) for trace in figures.frames_axis(table, chosen.max_frames or 0).data[:4]}
+    assert drawn["a batch does not fit: vLLM raises"] == short["max frames"].tolist()
+    assert drawn["chosen"] == [8]
 
 
 # Figures --------------------------------------------------------------------------------------------------------------

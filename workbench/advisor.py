@@ -9,6 +9,11 @@ depends on the budgets, so there the same programming only starts a local search
 answer is the best one seen (`workbench.search`). Every configuration is priced on its exact packing.
 
 How far the answer is from anything possible is stated by a bound: see `workbench.search_loops.bound`.
+
+Max frames is the third axis, for a workload with videos. The packer never looks at it; it decides how many sequences a
+graph holds and, as every dummy item of a capture has its share of the frames, how many tokens the graph computes. So
+it is chosen after the other two: the fewest computed tokens that hold every batch (`Setting.with_frames`), and
+configurations are priced by what their graphs compute, not by their budgets.
 """
 
 from collections import Counter
@@ -29,10 +34,12 @@ from workbench.progress import Progress, silent
 from workbench.published import PULL_REQUEST_BUDGETS, PULL_REQUEST_ITEMS
 from workbench.search import Space, find
 from workbench.search_loops import Tables, distinct
+from workbench.shapes import captured_shapes
 from workbench.workload import RequestPerCall, Workload, group
 
 T = TypeVar("T")
 
+FRAMES_TRIED = 64  # shares of an item, from the smallest that holds every batch
 MAX_GRAPHS = 8  # as many as vLLM infers from 64 to 8192
 MAX_MODEL_LEN = 16_384
 MAX_NUM_BATCHED_TOKENS = 8_192  # of `vllm serve` on a GPU of 70 to 160 GiB
@@ -76,7 +83,9 @@ class Candidate:
 
     Attributes:
         configuration: as a person gives it.
-        budgets, max_items: as vLLM resolves it; none and 0 where it refuses.
+        budgets, max_items, max_frames: as vLLM resolves it; none and 0 where it refuses.
+        captured: tokens that each graph computes, whatever it holds; more than the budget where frames make it so.
+        buffer_bytes: of all graphs' buffers, from their shapes.
         prediction: None where it cannot be served or priced, for the reason in `refused`.
         objective_us: what is minimised.
         waste: padding waste of its replays; None without a replay.
@@ -85,13 +94,16 @@ class Candidate:
 
     name: str
     configuration: Configuration
-    budgets: tuple[int, ...]
-    max_items: int
-    prediction: Prediction | None
-    objective_us: float | None
-    waste: float | None
-    capture_bytes: int | None
-    capture_seconds: float | None
+    budgets: tuple[int, ...] = ()
+    max_items: int = 0
+    max_frames: int = 0
+    captured: tuple[int, ...] = ()
+    buffer_bytes: int = 0
+    prediction: Prediction | None = None
+    objective_us: float | None = None
+    waste: float | None = None
+    capture_bytes: int | None = None
+    capture_seconds: float | None = None
     refused: str | None = None
 
 
@@ -230,7 +242,7 @@ def advise(
         measured=model.profile.created,
         objective=objective,
         answer=answer,
-        exact=found.exact,
+        exact=found.exact and answer.captured == answer.budgets,
         bound_us=study.space.bound(),
         baselines=tuple(baselines),
         reasons=tuple(_reasons(study, plan, answer)),
@@ -281,31 +293,18 @@ def configurations_for(
 
 
 @dataclass(frozen=True)
-class Study:
-    """A workload ready to be priced under any configuration.
+class Setting:
+    """A workload and a server: what can be said about a configuration without costs.
 
     Attributes:
         workload: its calls.
         arrangement: the same, in packing order.
-        space: what the search needs.
     """
 
     workload: Workload
     facts: ModelFacts
-    model: CostModel
     limits: Limits
-    objective: Objective
     arrangement: Arrangement
-    space: Space
-
-    def with_frames(self, budgets: tuple[int, ...], max_items: int) -> Configuration:
-        """The configuration, its max frames as large as its batches need (D4); None for a workload of images."""
-        configuration = Configuration(budgets, max_items)
-        if not self.workload.is_video.any():
-            return configuration
-        plan = self.plan(replace(configuration, max_frames=0))
-        most = int(plan.frames[~plan.fallback].max(initial=1))
-        return replace(configuration, max_frames=-(-most // max_items) * max_items)
 
     def plan(self, configuration: Configuration) -> Plan:
         """Every batch that vLLM makes.
@@ -315,40 +314,119 @@ class Study:
         """
         return pack(self.arrangement, resolve(configuration, self.limits))
 
+    def with_frames(self, budgets: tuple[int, ...], max_items: int) -> Configuration:
+        """Add the max frames with which the graphs compute the fewest tokens and hold every batch.
+
+        Left out for a workload of images. Never fewer than max items, and equal to it where the workload has images
+        too and its batches allow it (D6).
+        """
+        configuration = Configuration(budgets, max_items)
+        videos = self.workload.is_video
+        if not videos.any():
+            return configuration
+        plan = self.plan(replace(configuration, max_frames=0))
+        held = ~plan.fallback
+        most = int(plan.frames[held].max(initial=1))
+        if most <= max_items and not videos.all():
+            return replace(configuration, max_frames=max_items)
+        replays = np.bincount(plan.budget_index[held], minlength=len(plan.resolved.budgets))
+        per_item = max(1, most // max_items)
+        choices = (max(most, max_items, frames * max_items) for frames in range(per_item, per_item + FRAMES_TRIED))
+        return min(
+            (replace(configuration, max_frames=frames) for frames in choices),
+            key=lambda one: (int(replays @ np.array(self.captured(resolve(one, self.limits)))), one.max_frames),
+        )
+
+    def captured(self, resolved: Resolved) -> tuple[int, ...]:
+        """Tokens that the graph of each budget computes."""
+        return tuple(capture.capacity for capture in captured_shapes(self.facts, resolved))
+
     def candidate(self, name: str, configuration: Configuration, plan: Plan | None = None) -> Candidate:
-        """Price a configuration on the whole workload; `plan` is its plan, where it is known."""
+        """Judge a configuration on the whole workload; `plan` is its plan, where it is known."""
         plan = self.plan(configuration) if plan is None else plan
         resolved = plan.resolved
+        captures = captured_shapes(self.facts, resolved)
         replayed = int(plan.budget[~plan.fallback].sum())
-        refused, prediction, objective = self._crash(plan), None, None
-        if refused is None:
-            try:
-                prediction = self.model.predict(plan)
-                values = {"mean": prediction.mean_us, "p99": prediction.p99_us, "gpu": prediction.gpu_mean_us}
-                objective = values[self.objective]
-            except WorkbenchError as error:
-                refused = str(error)
         return Candidate(
             name=name,
             configuration=configuration,
             budgets=resolved.budgets,
             max_items=resolved.max_items,
-            prediction=prediction,
-            objective_us=objective,
+            max_frames=resolved.max_frames,
+            captured=tuple(capture.capacity for capture in captures),
+            buffer_bytes=sum(capture.bytes for capture in captures),
             waste=1 - int(plan.tokens[~plan.fallback].sum()) / replayed if replayed else None,
-            capture_bytes=_if_known(self.model.capture_bytes, resolved.budgets),
-            capture_seconds=_if_known(self.model.capture_seconds, resolved.budgets),
-            refused=refused,
+            refused=self._crash(plan),
         )
 
     def _crash(self, plan: Plan) -> str | None:
-        fallbacks = int(plan.fallback.sum())
+        """Say what vLLM 0.33 fails on."""
+        fallbacks, over = int(plan.fallback.sum()), int(plan.over_frames.sum())
         if fallbacks and self.facts.extra.get("fallback_crashes"):
             return (
                 f"{fallbacks:,} items above the largest budget, {plan.resolved.budgets[-1]}: vLLM 0.33 fails on "
                 f"{self.facts.title}'s eager fallback (D1)"
             )
+        if over:
+            return (
+                f"{over:,} replays have up to {int(plan.frames.max()):,} frames and the graphs hold "
+                f"{plan.resolved.sequence_slots:,}: vLLM's copy raises (D4)"
+            )
+        room = np.array([*self.captured(plan.resolved), 0])[plan.budget_index]
+        tight = int((~plan.fallback & (plan.tokens > room)).sum())
+        if tight:
+            return f"{tight:,} replays have more tokens than their graph was captured for: vLLM's copy raises (D3)"
         return None
+
+
+@dataclass(frozen=True)
+class Study(Setting):
+    """A workload ready to be priced under any configuration.
+
+    Attributes:
+        space: what the search needs.
+    """
+
+    model: CostModel
+    objective: Objective
+    space: Space
+
+    def candidate(self, name: str, configuration: Configuration, plan: Plan | None = None) -> Candidate:
+        """Judge and price a configuration on the whole workload; `plan` is its plan, where it is known."""
+        plan = self.plan(configuration) if plan is None else plan
+        judged = super().candidate(name, configuration, plan)
+        refused = judged.refused or self._unpriced(judged)
+        prediction, objective = None, None
+        if refused is None:
+            try:
+                prediction = self.model.predict(self.computed(plan))
+                values = {"mean": prediction.mean_us, "p99": prediction.p99_us, "gpu": prediction.gpu_mean_us}
+                objective = values[self.objective]
+            except WorkbenchError as error:
+                refused = str(error)
+        return replace(
+            judged,
+            prediction=prediction,
+            objective_us=objective,
+            capture_bytes=_if_known(self.model.capture_bytes, judged.captured),
+            capture_seconds=_if_known(self.model.capture_seconds, judged.captured),
+            refused=refused,
+        )
+
+    def computed(self, plan: Plan) -> Plan:
+        """The plan with each graph's budget replaced by the tokens that it computes, for its price."""
+        return replace(plan, resolved=replace(plan.resolved, budgets=self.captured(plan.resolved)))
+
+    def _unpriced(self, judged: Candidate) -> str | None:
+        """Say that frames make graphs larger than anything measured."""
+        measured = int(self.model.replay.budgets[-1])
+        computed, budget = max(zip(judged.captured, judged.budgets, strict=True), key=lambda pair: pair[0] / pair[1])
+        if computed <= max(budget, measured):
+            return None
+        return (
+            f"{judged.max_frames:,} frames make the graph of budget {budget:,} compute {computed:,} tokens (D2), more "
+            f"than the cost profile measured, {measured:,}"
+        )
 
     def baselines(self) -> list[Candidate]:
         """What people use: vLLM's own, the pull requests', powers of two, equal steps."""
@@ -375,7 +453,7 @@ class Study:
         try:
             return self.candidate(name, configuration)
         except WorkbenchError as error:
-            return Candidate(name, configuration, (), 0, None, None, None, None, None, refused=str(error))
+            return Candidate(name, configuration, refused=str(error))
 
 
 def _if_known(price: Callable[[tuple[int, ...]], T], budgets: tuple[int, ...]) -> T | None:
@@ -385,17 +463,9 @@ def _if_known(price: Callable[[tuple[int, ...]], T], budgets: tuple[int, ...]) -
         return None
 
 
-def open_study(
-    workload: Workload,
-    model: CostModel,
-    limits: Limits | None = None,
-    objective: Objective = "mean",
-    constraints: Constraints | None = None,
-) -> Study:
-    """Make a workload ready to be priced; arguments and errors as `advise`."""
-    constraints = constraints or Constraints()
+def open_setting(workload: Workload, limits: Limits | None = None) -> Setting:
+    """Make a workload ready to be planned; arguments and errors as `advise`."""
     facts = model_facts(workload.model)
-    constraints.check()
     if not workload.items:
         raise WorkbenchError("the workload has no item; give at least one image")
     videos = int(workload.is_video.sum())
@@ -412,8 +482,23 @@ def open_study(
         )
     calls = group(workload, RequestPerCall()) if videos else workload  # vLLM encodes one modality at a time
     arrangement = arrange(calls.tokens, calls.offsets, calls.frames if videos else None)
+    return Setting(calls, facts, limits, arrangement)
+
+
+def open_study(
+    workload: Workload,
+    model: CostModel,
+    limits: Limits | None = None,
+    objective: Objective = "mean",
+    constraints: Constraints | None = None,
+) -> Study:
+    """Make a workload ready to be priced; arguments and errors as `advise`."""
+    constraints = constraints or Constraints()
+    constraints.check()
+    setting = open_setting(workload, limits)
+    facts, arrangement = setting.facts, setting.arrangement
     covers = objective == "gpu" or bool(facts.extra.get("fallback_crashes"))
-    tables = cost_tables(model, objective, int(calls.tokens.max()), facts, covers=covers)
+    tables = cost_tables(model, objective, int(setting.workload.tokens.max()), facts, covers=covers)
 
     def affordable(budgets: tuple[int, ...]) -> bool:
         most_bytes, most_seconds = constraints.max_bytes, constraints.max_capture_seconds
@@ -423,7 +508,15 @@ def open_study(
 
     queues = distinct(arrangement, sequence_squares(arrangement))
     space = Space(queues, tables, objective, constraints.max_graphs, affordable, covers)
-    return Study(calls, facts, model, limits, objective, arrangement, space)
+    return Study(
+        workload=setting.workload,
+        facts=facts,
+        limits=setting.limits,
+        arrangement=arrangement,
+        model=model,
+        objective=objective,
+        space=space,
+    )
 
 
 def cost_tables(model: CostModel, objective: Objective, largest: int, facts: ModelFacts, *, covers: bool) -> Tables:
@@ -486,11 +579,13 @@ def _commonest(plan: Plan, rows: "np.typing.NDArray[np.int64]") -> tuple[tuple[i
 
 def _without(study: Study, answer: Candidate, position: int) -> float | None:
     budgets = answer.budgets[:position] + answer.budgets[position + 1 :]
-    assert answer.objective_us is not None
     if not budgets or budgets[0] < answer.max_items:
         return None
-    value = study.space.score((budgets, answer.max_items), study.space.queues)[0]
-    return value / answer.objective_us - 1 if np.isfinite(value) else None
+    # Both by their budgets: what frames add to a graph is not the budget's doing.
+    value, whole = (
+        study.space.score((each, answer.max_items), study.space.queues)[0] for each in (budgets, answer.budgets)
+    )
+    return value / whole - 1 if np.isfinite(value) else None
 
 
 def _eager_faster(study: Study, resolved: Resolved) -> Iterator[EagerItem]:

@@ -6,23 +6,33 @@
     latency([tried])                      # histogram of the predicted time of a call
     bill(tried)                           # memory and seconds of each capture
 
-Times are predicted by `workbench.costs` where a table does not say "measured"; packing is vLLM's own rule.
+Times are predicted by `workbench.costs` where a table does not say "measured"; packing is vLLM's own rule. A setting
+without costs (`advisor.open_setting`) has all tables but those of times; what they lack is None.
 """
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from workbench.advisor import Advice, Candidate, Study, cost_tables
-from workbench.budgets import Configuration, Resolved
+from workbench.advisor import Advice, Candidate, Setting, Study, cost_tables
+from workbench.budgets import Configuration, Resolved, resolve
 from workbench.comparison import CallTiming, Comparison, Comparisons, ConfigurationTiming, check, read_comparisons
-from workbench.costs import CallCosts, CostModel, default_profile, read_profile, sequence_squares, significant
+from workbench.costs import (
+    SHIPPED,
+    CallCosts,
+    CostModel,
+    default_profile,
+    read_profile,
+    sequence_squares,
+    significant,
+)
 from workbench.errors import WorkbenchError
+from workbench.lint import lint
 from workbench.models import model_facts
 from workbench.planner import FALLBACK, Plan, arrange, pack
 from workbench.search import best_by_size
@@ -46,10 +56,11 @@ class Outcome:
     """One configuration on one workload.
 
     Attributes:
-        costs: of each call; None where the candidate says why it cannot be served or priced.
+        study: with costs, or without.
+        costs: of each call; None without costs, and where the candidate says why it cannot be served or priced.
     """
 
-    study: Study
+    study: Setting
     candidate: Candidate
     plan: Plan
     costs: CallCosts | None
@@ -60,15 +71,17 @@ class Outcome:
         return self.candidate.name
 
 
-def outcome(study: Study, configuration: Configuration, name: str) -> Outcome:
-    """Plan and price a configuration.
+def outcome(study: Setting, configuration: Configuration, name: str) -> Outcome:
+    """Plan a configuration, and price it where the study has costs.
 
     Raises:
         WorkbenchError: vLLM refuses it.
     """
     plan = study.plan(configuration)
     candidate = study.candidate(name, configuration, plan)
-    costs = None if candidate.refused else study.model.call_costs(plan)
+    costs = None
+    if isinstance(study, Study) and not candidate.refused:
+        costs = study.model.call_costs(study.computed(plan))
     return Outcome(study, candidate, plan, costs)
 
 
@@ -85,13 +98,18 @@ class Measured:
     validation: Comparisons | None
 
 
-def measured(model: str) -> Measured:
+def measured(model: str) -> Measured | None:
     """Read the profile that `WORKBENCH_PROFILE` names, or the one that ships, and the comparisons beside it.
+
+    None where no profile is named and none ships for the model.
 
     Raises:
         WorkbenchError: no such file, or measured for another model.
     """
     given = os.environ.get(SOURCE_VARIABLE)
+    shipped = SHIPPED.get(model)
+    if not given and (shipped is None or not shipped.is_file()):
+        return None
     path = Path(given) if given else default_profile(model)
     beside = [path.with_name(name) for name in (HELD_OUT, VALIDATION)]
     held_out, validated = (read_comparisons(file) if file.is_file() else None for file in beside)
@@ -213,32 +231,32 @@ def latency(tried: Sequence[Outcome]) -> pd.DataFrame:
 
 
 def bill(tried: Outcome) -> pd.DataFrame:
-    """What capturing each graph takes: buffers from their shapes, memory and seconds from the profile."""
-    candidate, model = tried.candidate, tried.study.model
-    resolved = tried.plan.resolved
-    captures = captured_shapes(tried.study.facts, resolved)
-    memory = model.bytes_per_capture(candidate.budgets)
-    seconds = model.seconds_per_capture(candidate.budgets)
-    return _table(
-        {
-            "graph": [f"{budget:,}" for budget in candidate.budgets],
-            "buffers MiB": [capture.bytes / MIB for capture in captures],
-            "memory MiB": memory / MIB,
-            "seconds": seconds,
-        }
-    )
+    """What capturing each graph takes: buffers from their shapes, memory and seconds from the costs where there are."""
+    candidate, study = tried.candidate, tried.study
+    captures = captured_shapes(study.facts, tried.plan.resolved)
+    table = {
+        "graph": [f"{budget:,}" for budget in candidate.budgets],
+        "computes tokens": list(candidate.captured),
+        "buffers MiB": [capture.bytes / MIB for capture in captures],
+    }
+    if isinstance(study, Study) and candidate.capture_bytes is not None:
+        table["memory MiB"] = (study.model.bytes_per_capture(candidate.captured) / MIB).tolist()
+        table["seconds"] = study.model.seconds_per_capture(candidate.captured).tolist()
+    return _table(table)
 
 
 # Configurations beside each other -------------------------------------------------------------------------------------
 
 
 def summary(tried: Sequence[Outcome | Candidate]) -> pd.DataFrame:
-    """One row per configuration: graphs, items, predicted times, waste, fallbacks, capture bill."""
+    """One row per configuration: graphs, items, frames where there are any, predicted times, waste, capture bill."""
     rows = []
-    for one in tried:
-        candidate = one.candidate if isinstance(one, Outcome) else one
+    candidates = [one.candidate if isinstance(one, Outcome) else one for one in tried]
+    framed = any(candidate.max_frames for candidate in candidates)
+    for candidate in candidates:
         timed = candidate.prediction
         memory = candidate.capture_bytes
+        frames = {"max frames": candidate.max_frames, "computes tokens": listed(candidate.captured)} if framed else {}
         rows.append(
             {
                 "configuration": candidate.name,
@@ -251,10 +269,55 @@ def summary(tried: Sequence[Outcome | Candidate]) -> pd.DataFrame:
                 "memory MiB": None if memory is None else memory / MIB,
                 "capture s": candidate.capture_seconds,
                 "budgets": listed(candidate.budgets),
+                **frames,
                 "refused": candidate.refused or "",
             }
         )
     return _table(rows)
+
+
+def frames_axis(study: Setting, chosen: Configuration, frames: Iterable[int] = ()) -> pd.DataFrame:
+    """What max frames does to `chosen`, one row each: the value chosen, vLLM's own, those between, and `frames`.
+
+    `computed` is the tokens that all replays compute over the tokens of their budgets: 1 where frames cost nothing.
+    `fails` is the replays that vLLM raises on (D4), `findings` the linter's rules above information. Predicted times
+    and memory only with costs.
+    """
+    alone = outcome(study, replace(chosen, max_frames=0), "")
+    default = resolve(replace(chosen, max_frames=None), study.limits).max_frames
+    items = alone.candidate.max_items
+    doubled = []
+    frames_each = 1
+    while frames_each * items < default:
+        doubled.append(frames_each * items)
+        frames_each *= 2
+    wanted = {*frames, *doubled, default, *([] if chosen.max_frames is None else [chosen.max_frames])}
+    return _table(
+        [
+            _frames_row(study, replace(chosen, max_frames=value)) | {"vLLM's own": value == default}
+            for value in sorted(wanted)
+        ]
+    )
+
+
+def _frames_row(study: Setting, configuration: Configuration) -> dict[str, object]:
+    tried = outcome(study, configuration, "")
+    candidate, plan = tried.candidate, tried.plan
+    held = ~plan.fallback
+    computed = np.array([*candidate.captured, 0])[plan.budget_index]
+    found = lint(study.facts, configuration, study.limits, study.workload).findings
+    rules = sorted({finding.rule for finding in found if finding.severity != "info"})
+    timed, memory = candidate.prediction, candidate.capture_bytes
+    return {
+        "max frames": candidate.max_frames,
+        "largest graph, tokens": max(candidate.captured),
+        "computed": float(computed[held].sum() / max(plan.budget[held].sum(), 1)),
+        "buffers MiB": candidate.buffer_bytes / MIB,
+        "memory MiB": None if memory is None else memory / MIB,
+        "mean ms": None if timed is None else timed.mean_us / 1e3,
+        "fails": int(plan.over_frames.sum()),
+        "findings": ", ".join(rules),
+    }
 
 
 def named(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:

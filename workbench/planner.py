@@ -142,7 +142,7 @@ class Plan:
         return f"{self.tokens[batch]} tokens exceed the largest budget, {self.resolved.budgets[-1]}"
 
     def record(self, *, ranked: bool | None = None) -> dict[str, Any]:
-        """Return the plan as plain data, the JSON of `workbench plan`.
+        """Return the plan as plain data, the JSON of `workbench plan`; batches have frames where items have.
 
         Args:
             ranked: name each batch's rank; None: when there are several.
@@ -157,14 +157,17 @@ class Plan:
             self.first[1:],
             self.tokens,
             self.budget,
+            self.frames,
             self.over_frames,
         )
-        for index, (call, rank, first, end, tokens, budget, over) in enumerate(
+        for index, (call, rank, first, end, tokens, budget, frames, over) in enumerate(
             zip(*(column.tolist() for column in columns), strict=True)
         ):
             batch: dict[str, Any] = {"rank": rank} if ranked else {}
             batch |= {"items": in_call[first:end].tolist(), "tokens": tokens}
             batch["budget"] = None if budget == FALLBACK else budget
+            if self.arrangement.frames is not None:
+                batch["frames"] = frames
             if budget == FALLBACK:
                 batch["reason"] = self.reason(index)
             if over:

@@ -115,8 +115,10 @@ def _show_candidates(console: "Console", candidates: "list[Candidate]") -> None:
     from rich.table import Table
 
     table = Table(title="predicted per call", title_justify="left")
-    for column in ("configuration", "budgets", "items", "mean ms", "P99 ms", "waste", "capture MiB", "capture s"):
-        table.add_column(column, justify="left" if column in ("configuration", "budgets") else "right")
+    framed = ["frames", "computes"] if any(one.max_frames for one in candidates) else []
+    texts = ("configuration", "budgets")
+    for column in (*texts, "items", *framed, "mean ms", "P99 ms", "waste", "capture MiB", "capture s"):
+        table.add_column(column, justify="left" if column in texts else "right")
     for one in candidates:
         timed = one.prediction
         times = ("-", "-") if timed is None else (f"{timed.mean_us / 1e3:.3f}", f"{timed.p99_us / 1e3:.3f}")
@@ -124,6 +126,7 @@ def _show_candidates(console: "Console", candidates: "list[Candidate]") -> None:
             one.name,
             ", ".join(map(str, one.budgets)),
             str(one.max_items),
+            *([f"{one.max_frames:,}", _computed(one)] if framed else []),
             *times,
             "-" if one.waste is None else f"{one.waste:.1%}",
             "-" if one.capture_bytes is None else f"{one.capture_bytes / 2**20:,.0f}",
@@ -133,6 +136,12 @@ def _show_candidates(console: "Console", candidates: "list[Candidate]") -> None:
     for one in candidates:
         if one.refused:
             console.print(f"{one.name}: {one.refused}", markup=False)
+
+
+def _computed(one: "Candidate") -> str:
+    """Tokens that the graphs compute, as times their budgets."""
+    times = [computed / budget for computed, budget in zip(one.captured, one.budgets, strict=True)]
+    return "-" if not times else "budgets" if max(times) == 1 else f"up to {max(times):,.1f} x"
 
 
 def _show_reasons(console: "Console", advice: "Advice") -> None:

@@ -164,15 +164,18 @@ def _show_plan(record: dict[str, Any]) -> None:
     for warning in record["warnings"]:
         console.print(f"[yellow]note[/] {warning}")
     budgets = ", ".join(map(str, record["budgets"]))
+    slots = max(record["max_items"], record["max_frames"])
     table = Table(title=f"budgets {budgets}; max items {record['max_items']}", title_justify="left")
-    for column in ("call", "items", "tokens", "budget", "fill"):
+    framed = any("frames" in batch for planned in record["calls"] for batch in planned["batches"])
+    for column in ("call", "items", "tokens", "budget", "fill", *(["frames"] if framed else [])):
         table.add_column(column, justify="right")
     for call, planned in enumerate(record["calls"][:_SHOWN_CALLS]):
         for batch in planned["batches"]:
             fill = "eager" if batch["budget"] is None else f"{batch['tokens'] / batch['budget']:.1%}"
             name = f"{call} rank {batch['rank']}" if "rank" in batch else str(call)
             items = ", ".join(map(str, batch["items"]))
-            table.add_row(name, items, str(batch["tokens"]), str(batch["budget"] or "-"), fill)
+            frames = [f"{batch['frames']} of {slots}" + " over" * ("over_frames" in batch)] if framed else []
+            table.add_row(name, items, str(batch["tokens"]), str(batch["budget"] or "-"), fill, *frames)
     console.print(table)
     if len(record["calls"]) > _SHOWN_CALLS:
         console.print(f"... and {len(record['calls']) - _SHOWN_CALLS:,} more calls; --json prints all")

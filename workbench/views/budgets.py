@@ -122,10 +122,12 @@ def latency(table: pd.DataFrame) -> go.Figure:
 
 
 def bill(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
-    """Memory and seconds of the captures, stacked by graph; tables from `outcomes.bill`."""
-    figure = make_subplots(rows=1, cols=2, subplot_titles=["memory, MiB", "capture, s"], shared_yaxes=True)
+    """Memory and seconds of the captures, stacked by graph, or without costs their buffers; from `outcomes.bill`."""
+    priced = all("memory MiB" in table for table in tables.values())
+    shown = {"memory MiB": "memory, MiB", "seconds": "capture, s"} if priced else {"buffers MiB": "buffers, MiB"}
+    figure = make_subplots(rows=1, cols=len(shown), subplot_titles=list(shown.values()), shared_yaxes=True)
     for name, table in tables.items():
-        for column, value in enumerate(("memory MiB", "seconds"), start=1):
+        for column, value in enumerate(shown, start=1):
             figure.add_bar(
                 y=[name] * len(table),
                 x=table[value],
@@ -170,6 +172,34 @@ def graphs_by_items(table: pd.DataFrame, objective: str = "mean ms") -> go.Figur
     figure.update_layout(title="Best time by number of graphs and max items", height=90 + 34 * len(values) + 60)
     figure.update_xaxes(title="max items per replay", type="category", showgrid=False)
     figure.update_yaxes(title="graphs at most", type="category", showgrid=False)
+    return figure
+
+
+def frames_axis(table: pd.DataFrame, chosen: int) -> go.Figure:
+    """Computed tokens and buffers by max frames; `table` from `outcomes.frames_axis`, `chosen` is marked."""
+    figure = make_subplots(rows=1, cols=2, subplot_titles=["computed / budget", "buffers of all graphs, MiB"])
+    kinds = {
+        "every batch fits": (table["fails"] == 0, BLUE, "circle"),
+        "a batch does not fit: vLLM raises": (table["fails"] > 0, VERMILION, "x"),
+        "vLLM's own": (table["vLLM's own"], ORANGE, "diamond"),
+        "chosen": (table["max frames"] == chosen, GREEN, "star"),
+    }
+    for column, value in enumerate(("computed", "buffers MiB"), start=1):
+        for name, (rows, color, symbol) in kinds.items():
+            figure.add_scatter(
+                x=table.loc[rows, "max frames"],
+                y=table.loc[rows, value],
+                mode="markers",
+                marker={"color": color, "symbol": symbol, "size": 9 if symbol in ("circle", "x") else 14},
+                name=name,
+                legendgroup=name,
+                showlegend=column == 1,
+                row=1,
+                col=column,
+            )
+    figure.update_layout(title="What max frames costs", height=360, legend=_BELOW)
+    figure.update_xaxes(title="max frames per replay", type="log")
+    figure.update_yaxes(type="log")
     return figure
 
 
