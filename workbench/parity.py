@@ -75,6 +75,7 @@ class Noise(Record, frozen=True):
         reference_rms, reference_worst_row: eager as served against the same encoder in float32; worst item.
         graph_reference_rms: graph against float32; worst item. As far from the truth as eager, if all is well.
         limit_rms, limit_worst_row: `factor` times the larger floor; beyond it is a mismatch.
+        stages: the larger floor (relative RMS, worst row) at the output of each module inside the encoder.
     """
 
     items: int
@@ -86,6 +87,7 @@ class Noise(Record, frozen=True):
     factor: float
     limit_rms: float
     limit_worst_row: float
+    stages: dict[str, tuple[float, float]] = {}
 
 
 class Visibility(Record, frozen=True):

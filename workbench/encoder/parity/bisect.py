@@ -7,26 +7,30 @@ block is found by capturing prefixes: the encoder with its first k blocks only, 
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from workbench.encoder import registry
 from workbench.encoder.parity.tape import TapedBatch, captured_budgets
 from workbench.parity import Bisection, Stage
 
 if TYPE_CHECKING:
     from workbench.encoder.parity.lab import Lab
-    from workbench.encoder.session import EncoderInputs
-
-# A stage is named when it is off by more than this share of the limit of the outputs: rounding reaches a third.
-STAGE_SHARE = 0.5
+    from workbench.encoder.session import EncoderInputs, EncoderSession
 
 Stages = dict[str, torch.Tensor]
+TOWER = "tower"  # the last stage
+
+
+def tower_of(session: "EncoderSession") -> Any:
+    """Return the vision transformer: what a graph holds."""
+    return getattr(session.model, registry.builder(session.facts.key).parts[0])
 
 
 @contextmanager
-def staged(lab: "Lab") -> Iterator[Stages]:
-    """Yield a dict that fills with the outputs of the tower's modules, in order of execution.
+def staged(tower: Any) -> Iterator[Stages]:
+    """Yield a dict that fills with the outputs of a tower's modules, in order of execution.
 
     Names: "embeddings" (the first block's input), "blocks.0.attn", "blocks.0.mlp", "blocks.0", ..., "tower".
     """
@@ -42,15 +46,15 @@ def staged(lab: "Lab") -> Iterator[Stages]:
         stages["embeddings"] = _rows(arguments[0])
 
     with ExitStack() as stack:
-        stack.callback(lab.tower.blocks[0].register_forward_pre_hook(first).remove)
-        for i, block in enumerate(lab.tower.blocks):
+        stack.callback(tower.blocks[0].register_forward_pre_hook(first).remove)
+        for i, block in enumerate(tower.blocks):
             for name, module in (
                 (f"blocks.{i}.attn", block.attn),
                 (f"blocks.{i}.mlp", block.mlp),
                 (f"blocks.{i}", block),
             ):
                 stack.callback(module.register_forward_hook(keep(name)).remove)
-        stack.callback(lab.tower.register_forward_hook(keep("tower")).remove)
+        stack.callback(tower.register_forward_hook(keep(TOWER)).remove)
         yield stages
 
 
@@ -61,14 +65,14 @@ def _rows(value: torch.Tensor) -> torch.Tensor:
 
 def served_stages(lab: "Lab", call: "EncoderInputs", batch: TapedBatch) -> Stages:
     """Return the stages of eager as served on the items of `batch`."""
-    with staged(lab) as stages:
+    with staged(lab.tower) as stages:
         lab.session.eager_served(lab.part(call, batch.items))
     return stages
 
 
 def padded_stages(lab: "Lab", batch: TapedBatch) -> Stages:
     """Return the stages of eager on the padded buffers of `batch`."""
-    with staged(lab) as stages:
+    with staged(lab.tower) as stages:
         lab.padded_raw(batch)
     return stages
 
@@ -92,14 +96,12 @@ def compare_stage(name: str, value: torch.Tensor, reference: torch.Tensor) -> St
 
 
 def beyond(lab: "Lab", stage: Stage) -> bool:
-    """Whether a stage differs by more than rounding on its valid rows."""
+    """Whether a stage differs by more than rounding on its valid rows; a prefix is judged as the whole tower."""
     assert lab.noise is not None
     if stage.relative_rms is None or stage.worst_row is None or not stage.finite:
         return True
-    return (
-        stage.relative_rms > STAGE_SHARE * lab.noise.limit_rms
-        or stage.worst_row > STAGE_SHARE * lab.noise.limit_worst_row
-    )
+    rms, worst_row = lab.noise.stages.get(stage.name) or lab.noise.stages[TOWER]
+    return stage.relative_rms > lab.noise.factor * rms or stage.worst_row > lab.noise.factor * worst_row
 
 
 def bisect_padded(lab: "Lab", call: "EncoderInputs", batch: TapedBatch, scenario: str) -> Bisection:
@@ -107,23 +109,23 @@ def bisect_padded(lab: "Lab", call: "EncoderInputs", batch: TapedBatch, scenario
     assert batch.budget is not None
     reference, padded = served_stages(lab, call, batch), padded_stages(lab, batch)
     stages = [compare_stage(name, padded[name], reference[name]) for name in reference if name in padded]
+    first, rows = _first(lab, stages)
+    return Bisection(scenario=scenario, budget=batch.budget, arms="padded", first=first, rows=rows, stages=stages)
+
+
+def _first(lab: "Lab", stages: list[Stage]) -> tuple[str | None, Literal["valid", "padded"] | None]:
+    """Return the stage where two arms part, and in which rows.
+
+    What a kernel leaves in padded rows is its own affair: they say something only where they hold NaN or infinity, and
+    then only when no valid row went wrong, or one did by not being finite any more.
+    """
     first = next((stage for stage in stages if beyond(lab, stage)), None)
     spoiled = next((stage for stage in stages if stage.padded_finite is False), None)
-    rows = None
-    if first is not None:
-        # Padding that was not finite before the valid rows went wrong is where it started.
-        earlier = spoiled is not None and stages.index(spoiled) <= stages.index(first)
-        rows = "padded" if earlier else "valid"
-    elif spoiled is not None:
-        first, rows = spoiled, "padded"
-    return Bisection(
-        scenario=scenario,
-        budget=batch.budget,
-        arms="padded",
-        first=first.name if first is not None else None,
-        rows=rows,  # type: ignore[arg-type]
-        stages=stages,
-    )
+    if first is None:
+        return (spoiled.name, "padded") if spoiled is not None else (None, None)
+    if spoiled is not None and not first.finite and stages.index(spoiled) <= stages.index(first):
+        return spoiled.name, "padded"
+    return first.name, "valid"
 
 
 def bisect_graph(lab: "Lab", batch: TapedBatch, scenario: str) -> Bisection:

@@ -158,9 +158,9 @@ def _spoiled_findings(lab: "Lab", seen: "Observation", batch: TapedBatch) -> Ite
     if bool(torch.isfinite(batch.raw[valid:]).all()):
         return
     found = bisect_padded(lab, seen.call, batch, seen.scenario)
-    suspect, eagerly = suspect_of_stage(found.first), ""
-    if found.first is None:
-        suspect, eagerly = "replay", ", and the captured forward run eagerly leaves them finite"
+    suspect, eagerly = "replay", ", and the captured forward run eagerly leaves them finite"
+    if found.first is not None:
+        suspect, eagerly = suspect_of_stage(found.first), ""
     yield suspect, f"rows behind the {valid} valid ones of the replay's output are not finite{eagerly}", None
 
 
@@ -209,18 +209,19 @@ def _deep_findings(lab: "Lab", seen: "Observation", batch: TapedBatch) -> Iterat
         return
     if all(seen.item_statuses[item] not in FAILED for item in batch.items):
         return
-    padded = lab.padded_raw(batch)
-    valid = valid_rows(lab, batch, padded.shape[0])
-    # Where eager spoils its rows as well, the replay is innocent.
-    if bool(torch.isfinite(padded[:valid]).all()) and beyond(lab, compare_stage("replay", batch.raw, padded[:valid])):
+    valid = valid_rows(lab, batch, batch.raw.shape[0])
+    reference = served_stages(lab, seen.call, batch)["tower"]
+    if not beyond(lab, compare_stage("graph", batch.raw, reference)):
+        return  # the rows that the graph gave are right, so what follows it is not
+    eager = compare_stage("padded", lab.padded_raw(batch)[:valid], reference)
+    if not beyond(lab, eager):
         yield "replay", f"replaying budget {batch.budget} does not give what the captured forward gives eagerly"
         return
-    reference = served_stages(lab, seen.call, batch)["tower"]
-    if not beyond(lab, compare_stage("tower", padded, reference)):
-        return
     found = bisect_padded(lab, seen.call, batch, seen.scenario)
-    suspect = suspect_of_stage(found.first)
-    yield suspect, f"first module to differ is {found.first}, in {found.rows} rows"
+    if found.first is None:  # another run of the same forward is right
+        yield "replay", f"the captured forward of budget {batch.budget} gives other values in each eager run"
+        return
+    yield suspect_of_stage(found.first), f"first module to differ is {found.first}, in {found.rows} rows"
 
 
 def _overwritten(seen: "Observation", batch: TapedBatch) -> Iterator[tuple[str, str]]:
@@ -229,9 +230,9 @@ def _overwritten(seen: "Observation", batch: TapedBatch) -> Iterator[tuple[str, 
             yield "output", f"item {item} was changed by a later replay of the same call"
 
 
-def suspect_of_stage(stage: str | None) -> str:
+def suspect_of_stage(stage: str) -> str:
     """Return the suspect that a stage of `bisect.staged` stands for."""
-    if stage is None or stage == "tower":
+    if stage == "tower":
         return "head"
     if stage == "embeddings":
         return "patch_embed"

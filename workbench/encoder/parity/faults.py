@@ -563,8 +563,11 @@ def replay_skipped(lab: Lab) -> Iterator[None]:
 def output_of_other_budget(lab: Lab) -> Iterator[None]:
     """The budgets' output buffers are mixed up."""
 
+    kept: list[torch.Tensor] = []  # freed, it would be the memory of some tensor of the lab, which the graph then fills
+
     def change() -> None:
         captured = [entry for _, entry in sorted(captured_budgets(lab.manager).items())]
+        kept.append(captured[0].output_buffer)
         captured[0].output_buffer = captured[1].output_buffer[: captured[0].output_buffer.shape[0]]
 
     with after_capture(lab, change):
@@ -575,9 +578,12 @@ def output_of_other_budget(lab: Lab) -> Iterator[None]:
 def buffer_replaced(lab: Lab) -> Iterator[None]:
     """The graph reads the address it was captured with; the manager fills another."""
 
+    kept: list[torch.Tensor] = []  # freed, it might come to hold the right rows by chance
+
     def change() -> None:
         for captured in captured_budgets(lab.manager).values():
-            captured.input_buffers["pixel_values"] = captured.input_buffers["pixel_values"].clone()
+            kept.append(captured.input_buffers["pixel_values"])
+            captured.input_buffers["pixel_values"] = kept[-1].clone()
 
     with after_capture(lab, change):
         yield
@@ -585,17 +591,17 @@ def buffer_replaced(lab: Lab) -> Iterator[None]:
 
 @fault("a host value baked into the graph", "replay", needs="cuda")
 def baked_host_value(lab: Lab) -> Iterator[None]:
-    """A Python number that differs between capture and replay."""
-    factor = [0.5]
+    """A Python number that differs between capture and replay; an offset, since GLM normalises a factor away."""
+    offset = [0.5]
 
     def wrap(original: Any) -> Any:
         def forward(values: Values, *args: Any, **kwargs: Any) -> Any:
-            return original(values | {"pixel_values": values["pixel_values"] * factor[0]}, *args, **kwargs)
+            return original(values | {"pixel_values": values["pixel_values"] + offset[0]}, *args, **kwargs)
 
         return forward
 
     def change() -> None:
-        factor[0] = 1.0
+        offset[0] = 0.0
 
     with wrapped(lab.model, "encoder_cudagraph_forward", wrap), after_capture(lab, change):
         yield
@@ -618,20 +624,37 @@ def baked_branch(lab: Lab) -> Iterator[None]:
 
 @fault("attention leaves padded rows unwritten", "attention", "replay", needs="cuda", backends=("FLASH_ATTN",))
 def attention_unwritten(lab: Lab) -> Iterator[None]:
-    """vLLM issue 57136: the output buffer is not zeroed, and padded rows hold what another graph left in the pool."""
+    """vLLM issue 57136: the output buffer is not zeroed, and padded rows hold what another graph left in the pool.
+
+    Each capture's output buffers have memory of their own, given back to the pool afterwards: in a pool of few graphs,
+    others of the same graph would overwrite it first.
+    """
     from vllm.v1.attention.ops import vit_attn_wrappers
+
+    kept: list[torch.Tensor] | None = []
 
     class _Torch:
         """torch, with `zeros` leaving memory as it is."""
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(torch, "empty" if name == "zeros" else name)
+            return getattr(torch, name)
 
-    vit_attn_wrappers.torch = _Torch()
+        def zeros(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            output = torch.empty(*args, **kwargs)
+            if kept is not None:
+                kept.append(output)
+            return output
+
+    def change() -> None:
+        nonlocal kept
+        kept = None
+
+    before, vit_attn_wrappers.torch = vit_attn_wrappers.torch, _Torch()
     try:
-        yield
+        with after_capture(lab, change):
+            yield
     finally:
-        vit_attn_wrappers.torch = torch
+        vit_attn_wrappers.torch = before
 
 
 @fault("NaN in the padded keys and values of attention", "attention", "blocks", needs="cuda", backends=("FLASH_ATTN",))
@@ -902,7 +925,7 @@ class Sentinel:
 def _not_testable(lab: Lab, planted: Fault) -> str:
     if lab.session.facts.key not in planted.models:
         return f"{lab.session.facts.title} has no such code"
-    if planted.needs == "cuda" and not lab.cuda:
+    if planted.needs == "cuda" and not lab.bakes:
         return "a static replay runs Python again, so it cannot show this"
     backend = lab.session.model_record.attention_backend.split()[0]  # "FLASH_ATTN 3" names the version too
     if planted.backends and backend not in planted.backends:

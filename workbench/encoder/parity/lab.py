@@ -15,26 +15,25 @@ is capture and replay.
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from workbench.budgets import Configuration
-from workbench.encoder import engine, registry
+from workbench.encoder import engine
 from workbench.encoder.instruments import wrapped
+from workbench.encoder.parity.bisect import tower_of
 from workbench.encoder.parity.metrics import compare
+from workbench.encoder.parity.noise import measure_noise, noise_grids
 from workbench.encoder.parity.tape import BeforeReplay, TapedBatch, taping
 from workbench.encoder.session import EncoderInputs, EncoderSession, Grid, SessionOptions, open_session
 from workbench.errors import WorkbenchError
 from workbench.models import Modality, model_facts
 from workbench.parity import Difference, Finding, Noise, Status
-
-# A mismatch is further from eager than this many times what rounding does. Rounding differs by item: the worst of
-# thousands of random items stays below 2 times the floor that a dozen items show (tests/test_parity_lab.py).
-NOISE_FACTOR = 3.0
 
 # On the CPU, the work of such an encoder's layers is too small to share among threads.
 SMALL_WIDTH = 512
@@ -115,7 +114,7 @@ class Lab:
     @property
     def tower(self) -> Any:
         """The vision transformer: what the graph holds."""
-        return getattr(self.model, registry.builder(self.session.facts.key).parts[0])
+        return tower_of(self.session)
 
     @property
     def manager(self) -> Any:
@@ -131,6 +130,11 @@ class Lab:
     def cuda(self) -> bool:
         """Graphs are CUDA graphs."""
         return self.session.replay == "cuda_graph"
+
+    @property
+    def bakes(self) -> bool:
+        """Graphs hold the kernels, addresses and host values of their capture, which a static replay's do not."""
+        return self.cuda or bool(getattr(self.manager, "bakes", False))
 
     def tower_metadata(self, grids: list[list[int]]) -> dict[str, torch.Tensor]:
         """Return the metadata that eager as served computes for `grids`: positions, cu_seqlens, max_seqlen."""
@@ -312,10 +316,10 @@ class Lab:
             output: torch.Tensor = self.model.encoder_cudagraph_forward(dict(batch.buffers), path="default")
         return output
 
-    def padded_attention(self, budget: int) -> Any:
-        """Where there is no CUDA attention, let the CPU's take padded tails."""
-        if self.cuda:
-            return nullcontext()
+    def padded_attention(self, budget: int) -> AbstractContextManager[Any]:
+        """Let attention take padded tails as it does in a graph."""
+        if self.bakes:
+            return as_captured()
         from workbench.encoder.static_replay import padded_tails
 
         return padded_tails([], budget)
@@ -347,58 +351,26 @@ class Lab:
     # Noise ---------------------------------------------------------------------------------------------------------
 
     def measure_noise(self, reference: EncoderSession, calls: Sequence[EncoderInputs]) -> Noise:
-        """Measure what rounding does to the items of `calls`, and judge by it from now on.
-
-        Args:
-            reference: the same encoder in float32.
-            calls: each is encoded whole and item by item.
-        """
-        composition, against_reference, graph = [], [], []
-        for call in calls:
-            whole = self.session.eager_served(call)
-            exact = reference.eager_served(dataclasses.replace(call, pixels=call.pixels.to(reference.dtype)))
-            composition += [
-                compare(whole[i], self.session.eager_served(self.part(call, [i]))[0]) for i in range(len(whole))
-            ]
-            against_reference += [compare(a, b) for a, b in zip(whole, exact, strict=True)]
-            try:
-                graph += [compare(a, b) for a, b in zip(self.session.graph(call), exact, strict=True)]
-            except ENCODER_ERRORS:
-                graph = []  # the matrix will show why
-        composition_rms, composition_row = _worst(composition)
-        reference_rms, reference_row = _worst(against_reference)
-        self.noise = Noise(
-            items=len(composition),
-            composition_rms=composition_rms,
-            composition_worst_row=composition_row,
-            reference_rms=reference_rms,
-            reference_worst_row=reference_row,
-            graph_reference_rms=_worst(graph)[0] if graph and all(d.finite for d in graph) else None,
-            factor=NOISE_FACTOR,
-            limit_rms=NOISE_FACTOR * max(composition_rms, reference_rms),
-            limit_worst_row=NOISE_FACTOR * max(composition_row, reference_row),
-        )
+        """Measure the noise floor (see `noise.measure_noise`), and judge by it from now on."""
+        self.noise = measure_noise(self, reference, calls)
         return self.noise
 
 
-def _worst(differences: list[Difference]) -> tuple[float, float]:
-    if any(d.relative_rms is None or d.worst_row is None for d in differences):
-        raise WorkbenchError(
-            "eager as served gives outputs that are not finite on random inputs, so nothing can be compared; check "
-            "the weights"
-        )
-    return max(d.relative_rms or 0.0 for d in differences), max(d.worst_row or 0.0 for d in differences)
+@contextmanager
+def as_captured() -> Iterator[None]:
+    """Let an eager run take the way of a capture, on memory that holds NaN until something is written to it.
 
-
-def noise_grids(budgets: Sequence[int], merge: int) -> list[list[Grid]]:
-    """Return calls of a dozen items from one token to the largest budget, square and long."""
-    from workbench.encoder.parity.scenarios import near_square
-
-    largest, smallest = max(budgets), min(budgets)
-    sizes = [[1, smallest, max(2, smallest // 2)], [largest], [max(1, largest // 2), max(1, largest // 4), 3]]
-    calls = [[near_square(tokens, merge) for tokens in call] for call in sizes]
-    calls.append([(1, merge, merge * smallest), (1, merge * smallest, merge)])
-    return calls
+    vLLM zeroes FlashAttention's output during a capture only, so a plain eager run has in its padded rows whatever was
+    in memory, and differs from the graph, and from itself, where a kernel reads behind the last sequence.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with wrapped(torch.cuda, "is_current_stream_capturing", lambda _original: lambda: True), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # operators without a deterministic kernel
+        torch.use_deterministic_algorithms(True, warn_only=True)  # this fills what `torch.empty` returns
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def lab_options(model: str, device: str | None = None) -> tuple[SessionOptions, tuple[int, ...]]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Run = Callable[["Lab", int | None], Iterator["Observation"]]
 POISONS = {"NaN": float("nan"), "infinity": float("inf"), "1e38": 1e38}
+SMALL_REQUEST = 1 << 20  # bytes; kSmallSize of torch's CUDACachingAllocator
 VIDEO_FRAMES = 8  # frames per item of the manager that the video scenarios capture
 
 
@@ -281,7 +282,7 @@ def oversize(lab: "Lab", budget: int | None) -> Iterator["Observation"]:
 @scenario("every free block of the graphs' memory pool holds NaN", spans=True, needs="cuda")
 def poisoned_pool(lab: "Lab", budget: int | None) -> Iterator["Observation"]:
     """What a graph reads without having written it, another graph of the pool may have left there."""
-    if not lab.cuda:
+    if not lab.bakes:
         raise NotTestedError("a static replay has no shared memory pool")
     poison = pool_poison(lab)
     for each in lab.budgets:
@@ -359,11 +360,12 @@ def pool_poison(lab: "Lab") -> Any:
     lab.session.synchronize()
     sizes = sorted(
         (
-            block["size"]
+            size
             for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
             if tuple(segment["segment_pool_id"]) == tuple(pool)
             for block in segment["blocks"]
             if block["state"] == "inactive"
+            for size in _requests(block["size"], segment["segment_type"])
         ),
         reverse=True,
     )
@@ -376,6 +378,16 @@ def pool_poison(lab: "Lab") -> Any:
         ]
         del kept
     return graph
+
+
+def _requests(free: int, segment_type: str) -> list[int]:
+    """Return the sizes in bytes of the requests that take a free block of torch's caching allocator.
+
+    It serves requests of up to `SMALL_REQUEST` from segments of its own, whose free blocks may be larger than that.
+    """
+    if segment_type != "small":
+        return [free]
+    return [SMALL_REQUEST] * (free // SMALL_REQUEST) + [free % SMALL_REQUEST] * (free % SMALL_REQUEST > 0)
 
 
 def _grid(lab: "Lab", tokens: int) -> "Grid":
