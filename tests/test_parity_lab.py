@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -88,14 +91,41 @@ def test_every_scenario_passes_but_those_of_known_defects(lab: "Lab") -> None:
     assert all(difference is not None and difference.finite for difference in padded)
 
 
-def test_d1_is_found_in_a_child_process(ernie_lab: "Lab") -> None:
+@pytest.mark.parametrize("fork", [True, False])
+def test_d1_is_found_in_a_child_process(ernie_lab: "Lab", monkeypatch: pytest.MonkeyPatch, fork: bool) -> None:
     from workbench.encoder.parity import child
 
+    if fork:
+        assert child._can_fork(ernie_lab)
+    else:
+        monkeypatch.setattr(child, "_can_fork", lambda _lab: False)
     part = child.run(ernie_lab, "oversize")
     (cell,) = part.cells
     assert cell.status == "error"
     assert "shapes cannot be multiplied" in cell.reason
     assert {(finding.suspect, finding.defect) for finding in part.findings} == {("fallback", "D1")}
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (lambda: os.write(2, b"free(): invalid size\n") and os.abort(), "was ended by SIGABRT: free(): invalid size"),
+        (lambda: dict[str, int]()["rows"], "ended with exit code 1: KeyError: 'rows'"),
+        (lambda: sys.exit(0), "ended with exit code 1: SystemExit: 0"),  # it left no result
+        (lambda: time.sleep(60), "did not end within 0.5 s"),
+    ],
+)
+def test_however_a_forked_child_ends_its_parent_goes_on(
+    ernie_lab: "Lab", monkeypatch: pytest.MonkeyPatch, end: Callable[[], object], reason: str
+) -> None:
+    from workbench.encoder.parity import child
+
+    monkeypatch.setattr(child, "observe", lambda _lab, _scenario: end())
+    monkeypatch.setattr(child, "TIME_LIMIT_S", 0.5)
+    part = child.run(ernie_lab, "oversize")
+    assert part.cells[0].status == "error"
+    assert part.cells[0].reason == f"the child process {reason}"
+    assert ernie_lab.observe([(1, 4, 4)], "after").status == "equal"
 
 
 def test_a_child_that_dies_is_a_result() -> None:
@@ -207,7 +237,7 @@ def test_a_whole_session_in_one_call(ernie_lab: "Lab") -> None:
 def test_bad_input_is_refused(ernie_lab: "Lab") -> None:
     from workbench.budgets import Configuration
     from workbench.encoder.parity.lab import Lab, lab_options, open_lab
-    from workbench.encoder.parity.matrix import Plan, bisect_fault
+    from workbench.encoder.parity.matrix import Plan, bisect_fault, campaign
 
     options, _ = lab_options("ernie45_vl", "cpu")
     exact = dataclasses.replace(options, dtype="float32")
@@ -219,6 +249,8 @@ def test_bad_input_is_refused(ernie_lab: "Lab") -> None:
         Plan(clean=-1)
     with pytest.raises(WorkbenchError, match="unknown fault"):
         bisect_fault(ernie_lab, "none")
+    with pytest.raises(WorkbenchError, match="unknown fault 'attention'"):
+        campaign(ernie_lab, names=("order-wrong", "attention"))
     with pytest.raises(WorkbenchError, match="spoils no replay"):
         bisect_fault(ernie_lab, "budget-largest")
     with pytest.raises(WorkbenchError, match="noise floor is not measured"):

@@ -419,8 +419,10 @@ class EncoderSession:
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Release graphs, weights and buffers. `open_session` calls it; a second call does nothing."""
-        self._release_graphs()
+        """Drop graphs, weights and buffers, for `open_session` to free; a second call does nothing."""
+        if self.manager is not None:
+            self.synchronize()
+            self.manager.clear()
         self.manager = self.model = self.whole = None
 
 

@@ -1,13 +1,17 @@
 """A scenario in a child process, for what may end the process it runs in.
 
-The child builds the same encoder from the same options, takes the parent's noise floor, runs one scenario and writes
-its part of the matrix as JSON to a file. A child that dies is a result: a cell with status "error" and the signal.
+The child has the same encoder: a fork of the parent's where that is safe, on the CPU with one thread; else built anew
+from the same options. It takes the parent's noise floor, runs one scenario and writes its part of the matrix as JSON to
+a file. A child that dies is a result: a cell with status "error" and the signal.
 """
 
+import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,21 +48,66 @@ class Part(msgspec.Struct, frozen=True):
 
 def run(lab: "Lab", scenario: str) -> Part:
     """Run `scenario` in a child process on an encoder like that of `lab`."""
+    with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
+        made = Path(folder, "part.json")
+        code, stderr = (_forked if _can_fork(lab) else _started)(lab, scenario, made)
+        if code is None:
+            return _died(scenario, f"the child process did not end within {TIME_LIMIT_S} s")
+        if code == 0 and made.is_file():
+            return msgspec.json.decode(made.read_bytes(), type=Part)
+        return _died(scenario, _last_words(code, stderr))
+
+
+def _started(lab: "Lab", scenario: str, made: Path) -> tuple[int | None, str]:
+    """Run a new interpreter; return its exit code, None after the time limit, and what it wrote to stderr."""
     assert lab.noise is not None
     options = asdict(lab.session.options)
     options["checkpoint"] = str(options["checkpoint"]) if options["checkpoint"] else None
     task = Task(scenario, options, asdict(lab.session.configuration), lab.noise, lab.seed)
-    with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
-        given, made = Path(folder, "task.json"), Path(folder, "part.json")
-        given.write_bytes(msgspec.json.encode(task))
-        command = [sys.executable, "-m", __spec__.name, str(given), str(made)]
+    given = made.with_name("task.json")
+    given.write_bytes(msgspec.json.encode(task))
+    command = [sys.executable, "-m", __spec__.name, str(given), str(made)]
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return None, ""
+    return finished.returncode, finished.stderr
+
+
+def _can_fork(lab: "Lab") -> bool:
+    """A fork has neither the CUDA context nor the threads of its parent."""
+    import torch
+
+    return sys.platform == "linux" and lab.session.device.type == "cpu" and torch.get_num_threads() == 1
+
+
+def _forked(lab: "Lab", scenario: str, made: Path) -> tuple[int | None, str]:
+    """The same as `_started`, in a copy of this process, which saves importing vLLM and building the encoder."""
+    from workbench.encoder.parity.lab import Lab
+
+    words = made.with_name("stderr")
+    pid = os.fork()
+    if pid == 0:  # nothing of the parent's may run here: neither its handlers at exit nor what its caller does next
+        code = 1
         try:
-            finished = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False)
-        except subprocess.TimeoutExpired:
-            return _died(scenario, f"the child process did not end within {TIME_LIMIT_S} s")
-        if finished.returncode == 0 and made.is_file():
-            return msgspec.json.decode(made.read_bytes(), type=Part)
-        return _died(scenario, _last_words(finished.returncode, finished.stderr))
+            with words.open("wb") as file:
+                os.dup2(file.fileno(), 2)
+            copy = Lab(lab.session, lab.seed)
+            copy.noise, copy.baked = lab.noise, lab.baked
+            made.write_bytes(msgspec.json.encode(observe(copy, scenario)))
+            code = 0
+        except BaseException:  # noqa: BLE001  the parent reads it
+            os.write(2, traceback.format_exc().encode())
+        finally:
+            os._exit(code)
+    limit = time.monotonic() + TIME_LIMIT_S
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > limit:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return None, ""
+        time.sleep(0.005)
+    return os.waitstatus_to_exitcode(ended[1]), words.read_text("utf-8", "replace") if words.exists() else ""
 
 
 def _last_words(code: int, stderr: str) -> str:
@@ -74,24 +123,30 @@ def _died(scenario: str, reason: str) -> Part:
     return Part([Cell(scenario=scenario, budget=None, status="error", reason=reason)], [], [finding])
 
 
+def observe(lab: "Lab", scenario: str) -> Part:
+    """Run one scenario, in the process whose end is the child's."""
+    from workbench.encoder.parity.matrix import Matrix, run_cell
+    from workbench.encoder.parity.scenarios import SCENARIOS
+
+    matrix = Matrix()
+    run_cell(lab, SCENARIOS[scenario], None, matrix)
+    return Part(matrix.cells, matrix.items, matrix.findings)
+
+
 def main(given: Path, made: Path) -> None:
     """Run the task in `given` and write the part to `made`."""
     from workbench.encoder.parity.lab import Lab
-    from workbench.encoder.parity.matrix import Matrix, run_cell
-    from workbench.encoder.parity.scenarios import SCENARIOS
     from workbench.encoder.session import open_session
 
     task = msgspec.json.decode(given.read_bytes(), type=Task)
     checkpoint = task.options["checkpoint"]
     options = SessionOptions(**task.options | {"checkpoint": Path(checkpoint) if checkpoint else None})
     configuration = Configuration(**task.configuration | {"budgets": tuple(task.configuration["budgets"])})
-    matrix = Matrix()
     with open_session(options, configuration) as session:
         lab = Lab(session, task.seed)
         lab.noise = task.noise
         lab.capture()
-        run_cell(lab, SCENARIOS[task.scenario], None, matrix)
-    made.write_bytes(msgspec.json.encode(Part(matrix.cells, matrix.items, matrix.findings)))
+        made.write_bytes(msgspec.json.encode(observe(lab, task.scenario)))
 
 
 if __name__ == "__main__":

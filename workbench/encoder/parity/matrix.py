@@ -25,7 +25,7 @@ from workbench.decision import ProxyFlips, proxy_flips
 from workbench.encoder.instruments import wrapped
 from workbench.encoder.parity import child
 from workbench.encoder.parity.bisect import bisect_graph, bisect_padded
-from workbench.encoder.parity.faults import FAULTS, Sentinel, baseline, try_fault, untested
+from workbench.encoder.parity.faults import FAULTS, Fault, Sentinel, baseline, try_fault, untested
 from workbench.encoder.parity.lab import ENCODER_ERRORS, Lab, Observation, lab_options, open_lab
 from workbench.encoder.parity.metrics import compare
 from workbench.encoder.parity.scenarios import SCENARIOS, NotTestedError, Scenario, near_square
@@ -119,7 +119,7 @@ def run(
     plan = plan or Plan()
     start = time.perf_counter()
     with open_lab(options, configuration, seed=plan.seed) as lab:
-        parity = _observe(lab, plan, name, progress, start)
+        parity = _with_faults(observe(lab, plan, name=name, progress=progress), [], start)
         on_part(parity)
     if not plan.faults:
         return parity
@@ -135,8 +135,10 @@ def _with_faults(parity: Parity, faults: list[FaultResult], start: float) -> Par
     return msgspec.structs.replace(parity, faults=faults, seconds=time.perf_counter() - start)
 
 
-def _observe(lab: Lab, plan: Plan, name: str, progress: Progress, start: float) -> Parity:
+def observe(lab: Lab, plan: Plan, *, name: str = "parity", progress: Progress = silent) -> Parity:
+    """Run all of `plan` but its faults on an open lab."""
     assert lab.noise is not None
+    start = time.perf_counter()
     sentinel = Sentinel(lab)
     lab.digest = hashlib.sha256()
     matrix = run_matrix(lab, plan.scenarios or tuple(SCENARIOS), progress)
@@ -272,10 +274,9 @@ def bisect_fault(lab: Lab, name: str, arms: Literal["padded", "graph"] = "padded
     Raises:
         WorkbenchError: no such fault, or it spoils no replay here.
     """
-    if name not in FAULTS:
-        raise WorkbenchError(f"unknown fault {name!r}; there are {', '.join(FAULTS)}")
+    planted = _fault(name)
     manager = lab.new_manager()
-    with lab.using(manager), FAULTS[name].plant(lab):
+    with lab.using(manager), planted.plant(lab):
         lab.capture(manager)
         largest = max(lab.budgets)
         for grids in (
@@ -291,21 +292,35 @@ def bisect_fault(lab: Lab, name: str, arms: Literal["padded", "graph"] = "padded
     raise WorkbenchError(f"fault {name!r} spoils no replay here, so there is nothing to bisect")
 
 
+def _fault(name: str) -> Fault:
+    if name not in FAULTS:
+        raise WorkbenchError(f"unknown fault {name!r}; there are {', '.join(FAULTS)}")
+    return FAULTS[name]
+
+
 # Faults and clean code ---------------------------------------------------------------------------------------------
 
 
 def campaign(
-    lab: Lab, progress: Progress = silent, on_fault: Callable[[list[FaultResult]], None] | None = None
+    lab: Lab,
+    progress: Progress = silent,
+    on_fault: Callable[[list[FaultResult]], None] | None = None,
+    names: Sequence[str] = (),
 ) -> list[FaultResult]:
-    """Plant every fault in turn.
+    """Plant faults in turn.
 
     Args:
         on_fault: given all results so far after each fault; a CUDA process may end at the next one.
+        names: which; empty: every one.
+
+    Raises:
+        WorkbenchError: no such fault.
     """
+    chosen = [_fault(name) for name in names or FAULTS]
     results: list[FaultResult] = []
     known = baseline(lab)
-    for done, planted in enumerate(FAULTS.values()):
-        progress(f"fault {planted.name}", done / len(FAULTS))
+    for done, planted in enumerate(chosen):
+        progress(f"fault {planted.name}", done / len(chosen))
         try:
             lab.session.synchronize()
             results.append(try_fault(lab, planted, known))
@@ -320,6 +335,7 @@ def campaign(
 def run_campaign(
     models: Sequence[str],
     *,
+    faults: Sequence[str] = (),
     clean: int = 200,
     depth: int | None = None,
     device: str | None = None,
@@ -327,9 +343,10 @@ def run_campaign(
     seed: int = 0,
     progress: Progress = silent,
 ) -> Campaign:
-    """Plant every fault in a small encoder of each model, and run random workloads on its unchanged code.
+    """Plant faults in a small encoder of each model, and run random workloads on its unchanged code.
 
     Args:
+        faults: names; empty: every fault.
         depth: blocks; None is 4 on CUDA, where nothing else is reduced, and 2 on the CPU, of one head.
     """
     results: list[FaultResult] = []
@@ -342,7 +359,7 @@ def run_campaign(
         options = replace(options, depth=depth or options.depth or 4, width=width, attention_backend=backend)
         with open_lab(options, Configuration(FAULT_BUDGETS, 4), seed=seed) as lab:
             replay = lab.session.replay
-            results += campaign(lab, progress)
+            results += campaign(lab, progress, names=faults)
             runs[model] = clean_runs(lab, clean, seed, progress)
     return Campaign(replay=replay, results=results, clean=runs)
 
