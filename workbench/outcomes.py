@@ -33,7 +33,7 @@ from workbench.costs import (
 )
 from workbench.errors import WorkbenchError
 from workbench.lint import lint
-from workbench.models import model_facts
+from workbench.models import ModelFacts, model_facts
 from workbench.planner import FALLBACK, Plan, arrange, pack
 from workbench.search import best_by_size
 from workbench.search_loops import bound, distinct
@@ -114,6 +114,16 @@ def measured(model: str) -> Measured | None:
     beside = [path.with_name(name) for name in (HELD_OUT, VALIDATION)]
     held_out, validated = (read_comparisons(file) if file.is_file() else None for file in beside)
     return Measured(CostModel(read_profile(path, model)), held_out, validated)
+
+
+def unpriced(facts: ModelFacts) -> str:
+    """What to do about a model without costs, for people."""
+    return (
+        f"No costs of {facts.title} ship with the workbench, so times are not predicted here; packing, padding, frames "
+        "and what is captured are. Measure them on the GPU that serves, "
+        f"`workbench calibrate --model {facts.key} --out costs/profile.json --check costs/heldout.json`, and start the "
+        f"notebook with `{SOURCE_VARIABLE}=costs/profile.json`."
+    )
 
 
 def listed(budgets: Iterable[int]) -> str:
