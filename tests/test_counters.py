@@ -110,6 +110,7 @@ def test_what_is_missing_is_one_sentence(
         ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", "does not permit hardware counters"),
         ("==ERROR== Failed to initialize the profiler: LibraryNotLoaded", "as under gVisor"),
         ("a\nRuntimeError: boom\n", "no report: RuntimeError: boom"),
+        ("==ERROR== No such metric\nValueError: x\nRefer to the log", "no report: ==ERROR== No such metric"),
         ("", "it said nothing"),
     ],
 )
@@ -137,12 +138,21 @@ def test_a_profiled_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch,
 
 
 def old(
-    *, metrics: Any, runs: Any, output: Any, thermal_mode: Any, clock_control: Any, combine_kernel_metrics: Any
+    *,
+    metrics: Any,
+    runs: Any,
+    output: Any,
+    thermal_mode: Any,
+    clock_control: Any,
+    combine_kernel_metrics: Any,
+    output_prefix: Any,
 ) -> None:
     """The arguments of nsight-python 0.9.6 that matter."""
 
 
-def new(*, metrics: Any, runs: Any, verbosity: Any, thermal_mode: Any, combine_kernel_metrics: Any) -> None:
+def new(
+    *, metrics: Any, runs: Any, verbosity: Any, thermal_mode: Any, combine_kernel_metrics: Any, output_prefix: Any
+) -> None:
     """Those of 1.x."""
 
 
@@ -151,6 +161,7 @@ def test_both_versions_of_nsight_python_are_called_right(kernel: Any) -> None:
     options = analyzer_options(kernel)
     assert set(options) <= set(inspect.signature(kernel).parameters)
     assert options["metrics"] == list(counters.METRICS)
+    assert options["output_prefix"] == f"{Path.cwd()}/"  # where the report and the logs are looked for
     assert options["combine_kernel_metrics"](1, 2) == 3
     assert ("output" in options) == (kernel is old)
 

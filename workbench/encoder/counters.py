@@ -20,6 +20,7 @@ import inspect
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -332,7 +333,11 @@ def _failure(told: str) -> str:
     if "LibraryNotLoaded" in told:
         return "Nsight Compute cannot reach the driver's profiling library here (as under gVisor); use another machine"
     lines = [line.strip() for line in told.splitlines() if line.strip()]
-    return f"Nsight Compute made no report: {lines[-1][:300] if lines else 'it said nothing'}"
+    # What ncu, or else the profiled program, calls an error says more than nsight-python's advice behind it.
+    ncu = [line for line in lines if line.startswith("==ERROR==")]
+    raised = [line for line in lines if re.match(r"[\w.]+Error: .", line)]
+    said = (ncu or raised or lines or ["it said nothing"])[-1]
+    return f"Nsight Compute made no report: {said[:300]}"
 
 
 def _imported(report: Path) -> str:
@@ -381,6 +386,7 @@ def analyzer_options(kernel: Any) -> dict[str, Any]:
         "runs": 1,
         "thermal_mode": "off",
         "clock_control": "none",
+        "output_prefix": f"{Path.cwd()}/",  # where `_profile` looks for the report and the logs
         "combine_kernel_metrics": lambda a, b: a + b,  # several kernels in the range: its own table, not read here
     }
     known = inspect.signature(kernel).parameters
