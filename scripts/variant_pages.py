@@ -1,68 +1,137 @@
 #!/usr/bin/env python3
-"""Write the figures of docs/variants/NAME.md from a ladder that was measured on a GPU.
+"""Write the figures of docs/variants.md and docs/variants/NAME.md from a ladder that was measured on a GPU.
 
-    .venv/bin/python scripts/variant_pages.py [FOLDER]      default: workbench/recordings/variants
+    .venv/bin/python scripts/variant_pages.py [FOLDER]      default: workbench/recordings/variants_ernie45_vl
 
-Replaces what stands below "## Figures" on the page of every variant that the ladder holds. No number there is typed by
-hand, and none comes from a CPU.
+Replaces what stands below "## Figures" on the overview and on the page of every variant that the ladder holds. No
+number there is typed by hand, and none comes from a CPU.
 """
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from workbench.capturable import Case, Column, Ladder, read_ladder
+from workbench.capturable import ALL, FALLBACK, GRAPH, SERVED, Case, Column, Ladder, read_ladder
 from workbench.errors import WorkbenchError
 from workbench.stats import summary
 
 ROOT = Path(__file__).resolve().parents[1]
+RECORDING = ROOT / "workbench" / "recordings" / "variants_ernie45_vl"
 HEADING = "\n## Figures\n\n"
-# What a variant is compared with: vLLM's graph, but for those that change something else.
-BASELINES = {"fallback": "eager fallback"}
+# The one variant that changes nothing of a replay: it is compared where an item is above the largest budget.
+FALLBACK_VARIANT = "fallback"
 HEADS = (
     "call", "before ms", "P99", "with it ms", "P99", "speed-up", "GPU busy ms", "nodes", "parity",
+)  # fmt: skip
+OVERVIEW_HEADS = (
+    "call", "eager as served ms", "P99", "vLLM's graph ms", "P99", "all variants ms", "P99", "over eager",
+    "over the graph", "nodes", "parity",
 )  # fmt: skip
 
 
 def figures(ladder: Ladder, variant: str) -> str:
-    """Return the table of `variant`: its column beside its baseline, a row per case.
+    """Return the table of `variant`: its column beside its baseline, a row per case; or a sentence: there is none.
 
     Raises:
-        WorkbenchError: the ladder has no such column, or was made on a CPU.
+        WorkbenchError: the ladder was made on a CPU.
     """
+    about = _about(ladder)
+    baseline = FALLBACK if variant == FALLBACK_VARIANT else GRAPH
+    rows = [row for case in _in_order(ladder) if (row := _row(case, baseline, variant))]
+    if not rows:
+        return f"{about}: no call of this session has times of this variant beside {baseline}.\n"
+    before = f"Before: vLLM's {baseline}, or for video eager as served."
+    if variant == FALLBACK_VARIANT:
+        before = f"An item above the largest budget, {max(ladder.budgets)}. {_refused(ladder)}Before: {baseline}."
+    return (
+        f"{about}.\n{before} GPU busy and nodes: before → with it.\n"
+        f"Parity: distance to eager as served over the noise floor.\n\n{_table(HEADS, rows)}"
+    )
+
+
+def _in_order(ladder: Ladder) -> list[Case]:
+    """Return images before videos, each from few tokens to many."""
+    return sorted(ladder.cases, key=lambda case: (case.modality, sum(case.tokens)))
+
+
+def overview(ladder: Ladder) -> str:
+    """Return one row per case: eager as served, vLLM's graph and all variants together.
+
+    Raises:
+        WorkbenchError: the ladder was made on a CPU.
+    """
+    about, rows = _about(ladder), []
+    for case in _in_order(ladder):
+        columns = {column.name: column for column in case.columns}
+        served, graph, whole = (columns.get(name) for name in (SERVED, GRAPH, ALL))
+        timed = [_times(column) for column in (served, graph, whole)]
+        nodes = f"{_count(graph)} → {_count(whole)}"
+        parity = "-" if whole is None else _parity(whole, case.noise_rms)
+        faster = (_speed_up(served, whole), _speed_up(graph, whole))
+        rows.append((case.name, *(cell for pair in timed for cell in pair), *faster, nodes, parity))
+    return (
+        f"{about}.\nNodes: vLLM's graph → all variants. Parity: of all variants, distance to eager as served "
+        f"over the noise floor.\nEvery column of every call is in notebook 01, section 10.\n\n"
+        f"{_table(OVERVIEW_HEADS, rows)}"
+    )
+
+
+def _about(ladder: Ladder) -> str:
     if ladder.replay != "cuda_graph":
         raise WorkbenchError("this ladder was made on a CPU, where times say nothing; measure on a GPU")
-    baseline = BASELINES.get(variant, "graph")
-    column = "fallback" if variant == "fallback" else variant
-    rows = [row for case in ladder.cases if (row := _row(case, baseline, column))]
-    if not rows:
-        raise WorkbenchError(f"this ladder holds no times of {variant} beside {baseline}; measure it again")
-    gpus = {gpu.name for gpu in ladder.environment.gpus}
-    about = f"{', '.join(sorted(gpus)) or 'GPU'}, {ladder.model.attention_backend}, {ladder.model.weights}"
-    lines = (HEADS, ["---"] * len(HEADS), *rows)
-    table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    gpus = ", ".join(sorted({gpu.name for gpu in ladder.environment.gpus})) or "GPU"
+    model = ladder.model
     return (
-        f"{about}; un-profiled, {ladder.repeats} samples a column, mean and P99 of one call.\n"
-        f"Before: {baseline}, or for video eager as served. GPU busy and nodes: before → with it.\n"
-        f"Parity: distance to eager as served over the noise floor.\n\n{table}"
+        f"{gpus}, vLLM {ladder.environment.vllm}, {model.attention_backend}, {model.weights}; un-profiled, "
+        f"{ladder.repeats} samples a column, mean and P99 of one call"
     )
+
+
+def _refused(ladder: Ladder) -> str:
+    """Say what vLLM's graph does with an item above the largest budget."""
+    errors = {column.error for case in ladder.cases for column in case.columns if column.name == GRAPH and column.error}
+    return f"vLLM's graph ends with `{min(errors)}`. " if errors else ""
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = (heads, ["---"] * len(heads), *rows)
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def _row(case: Case, baseline: str, name: str) -> Sequence[str] | None:
     columns = {column.name: column for column in case.columns}
-    before = columns.get(baseline) or columns.get("eager as served")
-    after = columns.get(name)
+    before, after = columns.get(baseline) or columns.get(SERVED), columns.get(name)
     if before is None or after is None or not before.wall_us or not after.wall_us:
         return None
-    a, b = summary(before.wall_us), summary(after.wall_us)
+    if name == FALLBACK_VARIANT and None not in after.budgets:
+        return None
     return (
         case.name,
-        *(f"{value / 1e3:.2f}" for value in (a.mean, a.p99, b.mean, b.p99)),
-        f"{a.mean / b.mean:.2f}×",
+        *_times(before),
+        *_times(after),
+        _speed_up(before, after),
         f"{_ms(before.busy_us)} → {_ms(after.busy_us)}",
-        f"{before.nodes or '-'} → {after.nodes or '-'}",
+        f"{_count(before)} → {_count(after)}",
         _parity(after, case.noise_rms),
     )
+
+
+def _times(column: Column | None) -> tuple[str, str]:
+    """Mean and P99; a column that could not run says so."""
+    if column is None or not column.wall_us:
+        return ("fails" if column is not None and column.error else "-"), "-"
+    found = summary(column.wall_us)
+    return f"{found.mean / 1e3:.2f}", f"{found.p99 / 1e3:.2f}"
+
+
+def _speed_up(before: Column | None, after: Column | None) -> str:
+    if before is None or after is None or not before.wall_us or not after.wall_us:
+        return "-"
+    return f"{summary(before.wall_us).mean / summary(after.wall_us).mean:.2f}×"
+
+
+def _count(column: Column | None) -> str:
+    return "-" if column is None or column.nodes is None else str(column.nodes)
 
 
 def _ms(value: float | None) -> str:
@@ -83,19 +152,25 @@ def write(ladder: Ladder, pages: Path) -> list[str]:
     written = []
     held = {column.name for case in ladder.cases for column in case.columns}
     for page in sorted(pages.glob("*.md")):
-        if page.stem not in held:
-            continue
-        head, heading, _ = page.read_text("utf-8").partition(HEADING)
-        page.write_text(head + heading + figures(ladder, page.stem), "utf-8")
-        written.append(page.stem)
+        if page.stem in held:
+            replace_figures(page, figures(ladder, page.stem))
+            written.append(page.stem)
     return written
+
+
+def replace_figures(page: Path, text: str) -> None:
+    """Replace what stands below the page's heading."""
+    head, heading, _ = page.read_text("utf-8").partition(HEADING)
+    page.write_text(head + heading + text, "utf-8")
 
 
 def main() -> None:
     """Run the script."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "workbench" / "recordings" / "variants"
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RECORDING
     try:
-        print("\n".join(write(read_ladder(folder), ROOT / "docs" / "variants")))
+        ladder = read_ladder(folder)
+        replace_figures(ROOT / "docs" / "variants.md", overview(ladder))
+        print("\n".join(write(ladder, ROOT / "docs" / "variants")))
     except WorkbenchError as error:
         sys.exit(f"variant_pages: {error}")
 

@@ -257,6 +257,8 @@ def test_steps_in_words(made: Ladder) -> None:
     singles = rows.loc[["resampler", "one_pass", "metadata_cache", "fallback", "fused"]]
     assert f"*{singles['median ms'].idxmin()}* saves most" in words.steps(table)
     assert "the nodes of the graph from 180 to 72" in words.inside_the_call(table)
+    uncounted = words.inside_the_call(table.assign(nodes=None))
+    assert uncounted.endswith(" ms.")
     failed = table[table["step"] != "all variants"]
     assert words.steps(failed).startswith("Not every step could be timed")
     assert words.inside_the_call(failed).startswith("Not every step could be traced")
@@ -270,7 +272,9 @@ def test_every_call_in_words(made: Ladder) -> None:
     slow = [msgspec.structs.replace(column, wall_us=[9e9]) if column.name == ALL else column
             for column in made.cases[1].columns]  # fmt: skip
     slower = msgspec.structs.replace(made, cases=[msgspec.structs.replace(made.cases[1], columns=slow), made.cases[0]])
-    assert "; slower than one of them on 64 tokens." in words.calls(ladder.all_steps(slower))
+    assert "; slower on 64 tokens (0.00 vs served), 64 tokens (0.00 vs vLLM's graph)." in words.calls(
+        ladder.all_steps(slower)
+    )
     videos = msgspec.structs.replace(made, cases=made.cases[:1])
     assert words.calls(ladder.all_steps(videos)).endswith("on 1 calls; slower on none.")
 
@@ -304,5 +308,11 @@ def test_what_is_not_there_is_one_sentence() -> None:
 
 
 def test_where_a_ladder_comes_from(made: Ladder) -> None:
-    assert ladder.source(made) == ("recorded", "the variants' ladder, NVIDIA H200, vLLM 0.33.0, 2026-11-29")
-    assert ladder.source(msgspec.structs.replace(made, replay="static_replay"))[0] == "static_replay"
+    kind, text, numbers = ladder.source(made)
+    assert (kind, text) == ("recorded", "the variants' ladder, NVIDIA H200, vLLM 0.33.0, 2026-11-29")
+    assert list(numbers) == [
+        f"{name}, 64 tokens, median ms" for name in ("eager as served", "vLLM's graph", "all variants")
+    ]
+    kind, _, numbers = ladder.source(msgspec.structs.replace(made, replay="static_replay"))
+    assert (kind, numbers) == ("static_replay", {})
+    assert ladder.source(msgspec.structs.replace(made, cases=made.cases[:1]))[2] == {}

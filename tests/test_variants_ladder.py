@@ -179,6 +179,22 @@ def test_pages_are_written_from_a_gpus_ladder_only(written: list[Ladder], pages:
     assert "| clip |" in text
     assert "bit-equal to the graph" in text
     assert "Not measured yet." in (tmp_path / "cu_seqlens_tail.md").read_text()
+    fallback = (tmp_path / "fallback.md").read_text()  # what it changes shows above the largest budget only
+    assert fallback.count("\n| ") == 2 + 1
+    assert "| over |" in fallback
+    assert "vLLM's graph ends with `RuntimeError: mat1 and mat2" in fallback
+    held = msgspec.structs.replace(on_gpu, cases=on_gpu.cases[:2])
+    assert "no call of this session has times of this variant beside eager fallback" in pages.figures(held, "fallback")
     again = {page.name: page.read_text() for page in tmp_path.glob("*.md")}
     pages.write(on_gpu, tmp_path)
     assert {page.name: page.read_text() for page in tmp_path.glob("*.md")} == again
+
+
+def test_the_overview_has_a_row_for_every_call(written: list[Ladder], pages: ModuleType) -> None:
+    with pytest.raises(WorkbenchError, match="made on a CPU"):
+        pages.overview(written[-1])
+    text = pages.overview(msgspec.structs.replace(written[-1], replay="cuda_graph"))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    assert [row[0] for row in rows[2:]] == ["one", "over", "clip"]
+    assert rows[3][3] == "fails"  # D1
+    assert float(rows[2][1]) > 0

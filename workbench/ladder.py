@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import pandas as pd
 
-from workbench.capturable import GRAPH, SERVED, Boundary, Case, Column, Ladder, MappedModule, ModuleMap
+from workbench.capturable import ALL, GRAPH, SERVED, Boundary, Case, Column, Ladder, MappedModule, ModuleMap
 from workbench.models import ModelFacts
 from workbench.run import ARM_TITLES
 from workbench.stats import ratio, summary
@@ -39,12 +39,20 @@ def title(column: str) -> str:
     return _TITLES.get(column, column.replace("+", COMBINED))
 
 
-def source(ladder: Ladder) -> tuple[Literal["recorded", "static_replay"], str]:
-    """Return where a ladder comes from, for `note_source`."""
+def source(ladder: Ladder) -> tuple[Literal["recorded", "static_replay"], str, dict[str, float]]:
+    """Return where a ladder comes from, and its headline numbers, for `note_source`."""
     machine = ladder.environment
     where = ", ".join(sorted({gpu.name for gpu in machine.gpus})) or machine.cpu
-    kind: Literal["recorded", "static_replay"] = "recorded" if ladder.replay == "cuda_graph" else "static_replay"
-    return kind, f"the variants' ladder, {where}, vLLM {machine.vllm}, {ladder.created[:10]}"
+    text = f"the variants' ladder, {where}, vLLM {machine.vllm}, {ladder.created[:10]}"
+    case = one_image(ladder)
+    if ladder.replay != "cuda_graph":
+        return "static_replay", text, {}
+    timed = {column.name: column.wall_us for column in case.columns if column.wall_us} if case else {}
+    return "recorded", text, {
+        f"{title(name)}, {case.name}, median ms": summary(timed[name]).median / 1e3
+        for name in (SERVED, GRAPH, ALL)
+        if case and name in timed
+    }  # fmt: skip
 
 
 def missing(facts: ModelFacts) -> str:
@@ -80,7 +88,13 @@ def boundaries(found: Sequence[Boundary]) -> pd.DataFrame:
             for one in found
         ]
     )
-    return table.dropna(axis="columns", how="all")
+    return _whole(table.dropna(axis="columns", how="all"))
+
+
+def _whole(table: pd.DataFrame) -> pd.DataFrame:
+    """Make counts of some rows whole numbers; a missing one would make all of them floats."""
+    counts = [name for name in ("nodes", "GPU ops") if name in table]
+    return table.astype(dict.fromkeys(counts, "Int64"))
 
 
 def _short(one: Boundary) -> str:
@@ -185,7 +199,7 @@ def steps(case: Case) -> pd.DataFrame:
     failed has its error and no numbers.
     """
     samples = {column.name: column.wall_us for column in case.columns if column.wall_us}
-    return pd.DataFrame([_step(case, column, samples) for column in case.columns])
+    return _whole(pd.DataFrame([_step(case, column, samples) for column in case.columns]))
 
 
 def _step(case: Case, column: Column, samples: dict[str, list[float]]) -> dict[str, object]:

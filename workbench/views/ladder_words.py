@@ -101,10 +101,11 @@ def inside_the_call(table: pd.DataFrame) -> str:
     if _ALL not in rows or _GRAPH not in rows:
         return "Not every step could be traced on this call."
     before, after = rows[_GRAPH], rows[_ALL]
+    counted = not (pd.isna(before["nodes"]) or pd.isna(after["nodes"]))
+    nodes = f", and the nodes of the graph from {before['nodes']} to {after['nodes']}" if counted else ""
     return (
         f"From vLLM's graph to all variants the GPU's work goes from {before['busy ms']:.2f} to {after['busy ms']:.2f} "
-        f"ms, its waiting inside the call from {before['idle ms']:.2f} to {after['idle ms']:.2f} ms, and the nodes of "
-        f"the graph from {before['nodes']:.0f} to {after['nodes']:.0f}."
+        f"ms, its waiting inside the call from {before['idle ms']:.2f} to {after['idle ms']:.2f} ms{nodes}."
     )
 
 
@@ -118,8 +119,13 @@ def calls(table: pd.DataFrame) -> str:
     against = [row for row in _rows(table, _VS_GRAPH) if row["step"] == _ALL]
     if against:
         text += f" and {_range(against, _VS_GRAPH)} times as fast as vLLM's graph on the {len(against)} that it runs"
-    slower = [row["call"] for row in whole if any((row.get(one) or 1) < 1 for one in ("vs served", _VS_GRAPH))]
-    text += f"; slower than one of them on {', '.join(slower)}." if slower else "; slower on none."
+    slower = [
+        f"{row['call']} ({row[base]:.2f} {base})"
+        for base, rows in (("vs served", whole), (_VS_GRAPH, against))
+        for row in rows
+        if row[base] < 1
+    ]
+    text += f"; slower on {', '.join(slower)}." if slower else "; slower on none."
     failed = pd.DataFrame(_rows(table, "failed"))
     for call, rows in failed.groupby("call", sort=False) if len(failed) else ():
         text += f" On *{call}* {', '.join(rows['step'])} failed: {rows['failed'].iloc[0]}."
@@ -128,7 +134,8 @@ def calls(table: pd.DataFrame) -> str:
 
 def _range(rows: Iterable[Row], column: str) -> str:
     values = [row[column] for row in rows]
-    return f"{min(values):.2f} to {max(values):.2f}"
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def parity(table: pd.DataFrame) -> str:
