@@ -6,8 +6,8 @@ A notebook says where its numbers come from with `note_source`; the report repea
     note_source("recorded", "H200, vLLM 0.33.0, recorded 2026-01-01", {"graph, mean (ms)": 4.98})
     note_source("live", "this machine's CPU, depth 2", {"worst relative RMS": 0.0})
 
-Notebooks run side by side, each in a process of its own, with the cores shared among them. They run as copies: the files
-themselves change only when asked to. Formulas in Markdown stay as typed: the page loads no MathJax.
+Notebooks run side by side, each in a process of its own, with the cores shared among them. They run as copies: the
+files themselves change only when asked to. Formulas in Markdown stay as typed: the page loads no MathJax.
 """
 
 import os
