@@ -338,6 +338,20 @@ def test_tests_named_as_evidence_exist() -> None:
     assert [name for file, name in named if f"def {name}(" not in (ROOT / file).read_text("utf-8")] == []
 
 
+def test_every_defect_has_a_command_and_a_test() -> None:
+    text = (ROOT / "docs" / "defects.md").read_text("utf-8")
+    numbers = re.findall(r"^## (D\d)$", text, re.MULTILINE)
+    table = re.findall(r"^\| (D\d) \| (.+?) \| `(tests/test_\w+\.py)::(test_\w+)` \| (.*?) ?\|$", text, re.MULTILINE)
+    assert [row[0] for row in table] == numbers == [f"D{i}" for i in range(1, 8)]
+    for number, commands, file, name, variant in table:
+        section = re.split(r"^## ", text.split(f"\n## {number}\n")[1], flags=re.MULTILINE)[0]
+        verbs = set(re.findall(r"^workbench (\w+)", section, re.MULTILINE))
+        assert set(re.findall(r"`workbench (\w+)`", commands)) == verbs, number
+        assert f"`{file}::{name}`" in section, number
+        for page in re.findall(r"\((variants/\w+\.md)\)", variant):
+            assert f"#{number.lower()}" in (ROOT / "docs" / page).read_text("utf-8"), number
+
+
 def test_rules_and_scenarios_of_the_defects_exist() -> None:
     source = (ROOT / "workbench" / "encoder" / "parity" / "scenarios.py").read_text("utf-8")
     scenarios = {name.replace("_", "-") for name in re.findall(r"^@scenario\(.*\)\ndef (\w+)\(", source, re.MULTILINE)}

@@ -105,6 +105,20 @@ def test_zeroed_tails_are_those_of_the_real_buffers(session: Any, items: int, fr
 
 
 @pytest.mark.parametrize("session", ["glm4_1v"], indirect=True)
+def test_the_default_video_limit_computes_600_times_the_smallest_budget(session: Any) -> None:
+    """D2: with nothing given, vLLM's own dummy inputs have the same 153,600 patches for different budgets."""
+    limits = Limits.of(session.facts, max_model_len=16_384, max_num_batched_tokens=8_192)
+    resolved = resolve(Configuration(), limits)
+    assert (resolved.max_items, resolved.max_frames) == (64, 38_400)
+    for budget in resolved.budgets[:2]:
+        real = real_inputs(session, budget, resolved)
+        assert len(real["pixel_values"]) == int(real["cu_seqlens"].max()) == 153_600
+    assert 600 * resolved.budgets[0] * session.facts.merge**2 == 153_600
+    spared = resolve(Configuration(), Limits.of(session.facts, max_model_len=16_384, video_limit=0))
+    assert len(real_inputs(session, 64, spared)["pixel_values"]) == 64 * session.facts.merge**2
+
+
+@pytest.mark.parametrize("session", ["glm4_1v"], indirect=True)
 def test_the_rotary_table_ends_where_the_rule_says(session: Any) -> None:
     images = Limits.of(session.facts, video_limit=0)
     for budget, found in ((4096, False), (4097, True)):
