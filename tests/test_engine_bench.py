@@ -128,7 +128,7 @@ def test_arms_are_measured_predicted_and_explained(launcher: tuple[str, ...], tm
 
 def test_a_recorded_run_on_an_h200_is_explained() -> None:
     """Real files: vLLM's mean per request is the ledger's calls shared by their requests, to one per cent."""
-    folder = RECORDINGS / "served_ernie45_vl"
+    folder = RECORDINGS / "served_ernie45_vl-pull-request"
     setting = Setting(prompts=400)
     ledger, notes = engine_bench.without_warmup(read_ledger(folder / "0-eager.ledger.jsonl"), setting)
     assert notes == []
@@ -142,6 +142,26 @@ def test_a_recorded_run_on_an_h200_is_explained() -> None:
     # What the pull request's figure per request cannot show: alone an image gains far more than in calls of many.
     assert alone_eager / alone_graph > 4 * eager / graph
     assert eager == pytest.approx(forward.mean, rel=0.4)
+
+
+def test_recorded_arms_become_one_row_each() -> None:
+    benches = engine_bench.recorded("ernie45_vl")
+    rows = engine_bench.arms_table(benches)
+    assert len(rows) == sum(len(bench.runs) for bench in benches) >= 3
+    by_arm = {row["arm"]: row for row in rows if row["workload"] == "pull-request"}
+    assert by_arm["eager"]["replays a call"] == 0
+    for row in by_arm.values():
+        # vLLM's mean per request is the sum over the calls, divided by the requests.
+        assert row["mean ms"] == pytest.approx(1e3 * row["encoder s"] / 400, rel=0.03)
+    assert engine_bench.recorded("no such model") == []
+
+
+def test_a_folder_without_a_result_or_of_another_version_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WorkbenchError, match="has no summary"):
+        engine_bench.read_bench(tmp_path)
+    (tmp_path / RESULT_FILE).write_text('{"schema_version": 99}')
+    with pytest.raises(WorkbenchError, match="schema version 99"):
+        engine_bench.read_bench(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,7 +37,7 @@ from workbench.advisor import advise
 from workbench.budgets import DEFAULT_VIDEO_LIMIT, Configuration, Limits, resolve
 from workbench.costs import CostModel
 from workbench.errors import WorkbenchError
-from workbench.files import refuse_occupied, write_json
+from workbench.files import read_json, refuse_occupied, write_json
 from workbench.ingest.bench import is_mm_processor, mm_processor
 from workbench.ingest.external import External, Measure
 from workbench.ledger import (
@@ -56,7 +56,7 @@ from workbench.planner import plan
 from workbench.presets import PRESETS, Preset
 from workbench.progress import Progress, silent
 from workbench.random_mm import modality
-from workbench.run import Environment, Record
+from workbench.run import RECORDINGS, Environment, Record
 
 SCHEMA_VERSION = 1
 RESULT_FILE = "summary.json"
@@ -536,6 +536,63 @@ def price(
             raise WorkbenchError("an image is above the largest budget, and the model's eager fallback fails (D1)")
         wall, alone = costs.wall_us, model.call_costs(plan([median], [0, 1], resolved)).wall_us
     return float(wall.sum() / setting.prompts), float(alone[0])
+
+
+def read_bench(folder: Path) -> EngineBench:
+    """Read `folder`/summary.json.
+
+    Raises:
+        WorkbenchError: no such file, or of another schema version.
+    """
+    path = folder / RESULT_FILE
+    if not path.is_file():
+        raise WorkbenchError(f"{folder} has no {RESULT_FILE}; make one with `workbench engine-bench`")
+    version = read_json(path, dict).get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise WorkbenchError(f"{path} has schema version {version!r}; this workbench reads {SCHEMA_VERSION}")
+    return read_json(path, EngineBench)
+
+
+def recorded(model: str) -> list[EngineBench]:
+    """Return the shipped measurements of `model` in the whole engine, by workload."""
+    return [read_bench(path.parent) for path in sorted(RECORDINGS.glob(f"served_{model}-*/{RESULT_FILE}"))]
+
+
+def arms_table(benches: Iterable[EngineBench]) -> list[dict[str, Any]]:
+    """Return one row per run that gave a result; milliseconds are per request, as vLLM divides a call's time.
+
+    `encoder s` is the sum over all calls, on the host: where arms met different calls, it is what compares.
+    """
+    rows = []
+    for bench in benches:
+        for run in bench.runs:
+            if run.error is not None or run.forward is None or run.calls is None:
+                continue
+            tail = run.forward.percentiles.get("99")
+            replays = sum(row.batches for row in run.hits if row.route == "graph")
+            rows.append(
+                {
+                    "workload": bench.workload,
+                    "arm": run.arm,
+                    "graphs": len(run.budgets or []),
+                    "max items": run.max_items,
+                    "mean ms": _thousandth(run.forward.mean),
+                    "median ms": _thousandth(run.forward.median),
+                    "P99 ms": _thousandth(tail),
+                    "predicted ms": _thousandth(run.predicted_us),
+                    "error": run.predicted_us / run.forward.mean - 1 if run.predicted_us and run.forward.mean else None,
+                    "encoder s": None if run.host_us is None else run.host_us / 1e6,
+                    "items": run.calls.items,
+                    "calls": run.calls.calls,
+                    "items a call": run.calls.items / run.calls.calls if run.calls.calls else None,
+                    "replays a call": replays / run.calls.calls if run.calls.calls else None,
+                }
+            )
+    return rows
+
+
+def _thousandth(microseconds: float | None) -> float | None:
+    return None if microseconds is None else microseconds / 1e3
 
 
 # In sentences ---------------------------------------------------------------------------------------------------

@@ -314,3 +314,23 @@ def validation(table: pd.DataFrame) -> go.Figure:
     figure.update_layout(title="Measured on the GPU: bars; the dotted line is the bound", height=420, legend=_BELOW)
     figure.update_yaxes(title="ms per call", rangemode="tozero", col=1, gridcolor=GRID)
     return figure
+
+
+def served(table: pd.DataFrame) -> go.Figure:
+    """Encoder time per request in the whole engine, measured and predicted; `table` from `engine_bench.arms_table`."""
+    workloads = list(table["workload"].unique())
+    figure = make_subplots(rows=1, cols=len(workloads), subplot_titles=workloads)
+    for column, (_, group) in enumerate(table.groupby("workload", sort=False), start=1):
+        shown = {"showlegend": column == 1, "row": 1, "col": column}
+        figure.add_bar(x=group["arm"], y=group["mean ms"], name="measured mean", marker_color=BLUE, **shown)
+        figure.add_scatter(
+            x=group["arm"],
+            y=group["predicted ms"],
+            mode="markers",
+            marker={"symbol": "line-ew", "size": 26, "line": {"width": 3, "color": VERMILION}},
+            name="predicted",
+            **shown,
+        )
+    figure.update_layout(title="Encoder time per request in the whole engine", height=360, legend=_BELOW)
+    figure.update_yaxes(title="ms", rangemode="tozero", col=1)
+    return figure
