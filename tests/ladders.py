@@ -1,4 +1,4 @@
-"""A ladder made up for tests: the stored schema as an H200 would fill it, with invented, seeded numbers."""
+"""A ladder and hardware counters made up for tests: as an H200 would fill them, with invented, seeded numbers."""
 
 from pathlib import Path
 
@@ -21,7 +21,10 @@ from workbench.capturable import (
     ModuleMap,
     Obstacle,
 )
+from workbench.encoder.counters import SCHEMA_VERSION as COUNTERS_VERSION
+from workbench.encoder.counters import ArmCounters, Counters, FamilyCounters
 from workbench.files import write_json
+from workbench.kernels import Family
 from workbench.models import Modality
 from workbench.parity import Difference
 from workbench.run import ModelRecord
@@ -158,3 +161,23 @@ def _boundaries() -> list[Boundary]:
             outside_us=200.0,
         ),
     ]  # fmt: skip
+
+
+def make_counters() -> Counters:
+    """Return counters of two arms and two families; one without a roofline."""
+    given = make_ladder()
+
+    def family(name: Family, us: float, share: float | None) -> FamilyCounters:
+        return FamilyCounters(
+            family=name, kernels=3, duration_us=us, dram_bytes=1e6, bandwidth=1e12, tensor=0.3, active=0.8,
+            roofline=share,
+        )  # fmt: skip
+
+    return Counters(
+        schema_version=COUNTERS_VERSION, workbench="0", environment=given.environment, nsight_python="0.9.6",
+        model="ernie45_vl", budgets=[64], max_items=4, grids=[(1, 16, 16)],
+        arms=[
+            ArmCounters(arm="eager_served", kernels=[], families=[family("gemm", 900, 0.5), family("glue", 800, 0.2)]),
+            ArmCounters(arm="graph", kernels=[], families=[family("gemm", 950.0, 0.55), family("glue", 700.0, None)]),
+        ],
+    )  # fmt: skip

@@ -6,14 +6,13 @@ import msgspec
 import pandas as pd
 import pytest
 
-from tests.ladders import NOISE, make_ladder, write_ladder
+from tests.ladders import NOISE, make_counters, make_ladder, write_ladder
 from workbench import capturable, ladder
 from workbench.capturable import ALL, GRAPH, SERVED, Ladder, find_ladder
 from workbench.encoder import counters
-from workbench.encoder.counters import ArmCounters, Counters, FamilyCounters, find_counters
+from workbench.encoder.counters import find_counters
 from workbench.errors import WorkbenchError
 from workbench.files import write_json
-from workbench.kernels import Family
 from workbench.models import model_facts
 from workbench.stats import summary
 from workbench.views import ladder as figures
@@ -57,26 +56,6 @@ def test_a_ladder_is_found_by_model_beside_the_run_first(no_recordings: Path, tm
     assert find_ladder("ernie45_vl") == shipped
 
 
-def make_counters() -> Counters:
-    """Counters made up for tests."""
-    given = make_ladder()
-
-    def family(name: Family, us: float, share: float | None) -> FamilyCounters:
-        return FamilyCounters(
-            family=name, kernels=3, duration_us=us, dram_bytes=1e6, bandwidth=1e12, tensor=0.3, active=0.8,
-            roofline=share,
-        )  # fmt: skip
-
-    return Counters(
-        schema_version=counters.SCHEMA_VERSION, workbench="0", environment=given.environment, nsight_python="0.9.6",
-        model="ernie45_vl", budgets=[64], max_items=4, grids=[(1, 16, 16)],
-        arms=[
-            ArmCounters(arm="eager_served", kernels=[], families=[family("gemm", 900, 0.5), family("glue", 800, 0.2)]),
-            ArmCounters(arm="graph", kernels=[], families=[family("gemm", 950.0, 0.55), family("glue", 700.0, None)]),
-        ],
-    )  # fmt: skip
-
-
 def test_counters_are_found_and_shown(no_recordings: Path, tmp_path: Path) -> None:
     own = tmp_path / "mine"
     assert find_counters("ernie45_vl", own) is None
@@ -115,6 +94,13 @@ def test_candidates_with_their_times_and_obstacles(made: Ladder) -> None:
     assert drawn(captured) == [2.6, 1.5]
     assert drawn(eager) == [19.0]
     assert drawn(outside) == [2.0, 0.6, 0.2]
+
+
+def test_a_candidate_that_could_not_be_watched_has_no_count_of_syncs(made: Ladder) -> None:
+    blind = msgspec.structs.replace(made.boundaries[0], unwatched="TypeError: no")
+    table = ladder.boundaries([blind, *made.boundaries[1:]])
+    assert table["host syncs"].isna().tolist() == [True, False, False]
+    assert table["not watched"].tolist()[0] == "TypeError: no"
 
 
 def test_on_a_cpu_only_syncs_are_known(made: Ladder) -> None:

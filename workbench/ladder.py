@@ -68,7 +68,7 @@ def boundaries(found: Sequence[Boundary]) -> pd.DataFrame:
     """One row per candidate: whether it captures, its nodes, times in microseconds, syncs seen.
 
     `call us` is inside + outside; `gain us` what the capture saves against running the region eagerly. Columns that no
-    row fills are left out: on a CPU nothing is captured and timed.
+    row fills are left out: on a CPU nothing is captured and timed. `not watched`: why no syncs could be looked for.
     """
     captures = {None: "not tried", True: "yes", False: "no"}
     table = pd.DataFrame(
@@ -82,7 +82,8 @@ def boundaries(found: Sequence[Boundary]) -> pd.DataFrame:
                 "call us": _sum(one.inside_us, one.outside_us),
                 "region eagerly us": one.eager_us,
                 "gain us": one.gain_us,
-                "host syncs": sum(sync.count for sync in one.syncs),
+                "host syncs": None if one.unwatched else sum(sync.count for sync in one.syncs),
+                "not watched": one.unwatched,
                 "obstacle": one.obstacle.error if one.obstacle else None,
             }
             for one in found
@@ -93,7 +94,7 @@ def boundaries(found: Sequence[Boundary]) -> pd.DataFrame:
 
 def _whole(table: pd.DataFrame) -> pd.DataFrame:
     """Make counts of some rows whole numbers; a missing one would make all of them floats."""
-    counts = [name for name in ("nodes", "GPU ops") if name in table]
+    counts = [name for name in ("nodes", "GPU ops", "host syncs") if name in table]
     return table.astype(dict.fromkeys(counts, "Int64"))
 
 
@@ -238,9 +239,9 @@ def one_image(ladder: Ladder) -> Case | None:
 
 
 def all_steps(ladder: Ladder) -> pd.DataFrame:
-    """Return `steps` of every case, images before videos; columns that no row fills are left out."""
+    """Return `steps` of every case, images before videos, each from few tokens to many."""
     cases = sorted(ladder.cases, key=lambda case: (case.modality, sum(case.tokens)))
-    return pd.concat([steps(case) for case in cases], ignore_index=True).dropna(axis="columns", how="all")
+    return pd.concat([steps(case) for case in cases], ignore_index=True)
 
 
 # Hardware counters ---------------------------------------------------------------------------------------------------
