@@ -197,7 +197,7 @@ def frames_axis(table: pd.DataFrame, chosen: int) -> go.Figure:
                 row=1,
                 col=column,
             )
-    figure.update_layout(title="What max frames costs", height=360, legend=_BELOW)
+    figure.update_layout(title="What max frames costs", height=340, legend=_BELOW | {"y": -0.2})
     figure.update_xaxes(title="max frames per replay", type="log")
     figure.update_yaxes(type="log")
     return figure
@@ -222,7 +222,7 @@ def replay_costs(table: pd.DataFrame) -> go.Figure:
             row=1,
             col=column,
         )
-    figure.update_layout(title="What a graph costs on the GPU", height=360, legend=_BELOW)
+    figure.update_layout(title="What a graph costs on the GPU", height=340, legend=_BELOW | {"y": -0.2})
     powers = [2**n for n in range(4, 15)]
     figure.update_xaxes(title="budget, tokens", type="log", tickvals=powers, ticktext=[f"{n:,}" for n in powers])
     figure.update_yaxes(rangemode="tozero")
@@ -331,6 +331,6 @@ def served(table: pd.DataFrame) -> go.Figure:
             name="predicted",
             **shown,
         )
-    figure.update_layout(title="Encoder time per request in the whole engine", height=360, legend=_BELOW)
+    figure.update_layout(title="Encoder time per request in the whole engine", height=340, legend=_BELOW | {"y": -0.2})
     figure.update_yaxes(title="ms", rangemode="tozero", col=1)
     return figure
