@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from workbench.budgets import Configuration, Limits, Resolved, generate_budgets, resolve
-from workbench.costs import CostModel, Objective, Prediction, sequence_squares
+from workbench.costs import CallCosts, CostModel, Objective, Prediction, sequence_squares
 from workbench.errors import WorkbenchError
 from workbench.lint import Finding, lint
 from workbench.models import ModelFacts, model_facts
@@ -393,18 +393,23 @@ class Study(Setting):
 
     def candidate(self, name: str, configuration: Configuration, plan: Plan | None = None) -> Candidate:
         """Judge and price a configuration on the whole workload; `plan` is its plan, where it is known."""
-        plan = self.plan(configuration) if plan is None else plan
+        return self.priced(name, configuration, self.plan(configuration) if plan is None else plan)[0]
+
+    def priced(self, name: str, configuration: Configuration, plan: Plan) -> tuple[Candidate, CallCosts | None]:
+        """Judge and price the configuration of `plan`; without costs of its calls where it cannot be priced."""
         judged = super().candidate(name, configuration, plan)
         refused = judged.refused or self._unpriced(judged)
-        prediction, objective = None, None
+        prediction, objective, costs = None, None, None
         if refused is None:
+            computed = self.computed(plan)
             try:
-                prediction = self.model.predict(self.computed(plan))
+                costs = self.model.call_costs(computed)
+                prediction = self.model.predict(computed, costs)
                 values = {"mean": prediction.mean_us, "p99": prediction.p99_us, "gpu": prediction.gpu_mean_us}
                 objective = values[self.objective]
             except WorkbenchError as error:
-                refused = str(error)
-        return replace(
+                refused, costs = str(error), None
+        candidate = replace(
             judged,
             prediction=prediction,
             objective_us=objective,
@@ -412,6 +417,7 @@ class Study(Setting):
             capture_seconds=_if_known(self.model.capture_seconds, judged.captured),
             refused=refused,
         )
+        return candidate, costs
 
     def computed(self, plan: Plan) -> Plan:
         """The plan with each graph's budget replaced by the tokens that it computes, for its price."""

@@ -17,7 +17,7 @@ The model is additive, every term measured on its own (`workbench.encoder.calibr
 The interval of a prediction is the spread of the relative residuals of the calibration calls.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -236,11 +236,19 @@ class ReplayModel:
                 "that range or calibrate with more"
             )
 
-    def time_us(self, budgets: npt.ArrayLike, squares: npt.ArrayLike) -> Floats:
-        """GPU microseconds of replays of `budgets` with `squares` (both broadcast)."""
+    def time_us(
+        self, budgets: npt.ArrayLike, squares: npt.ArrayLike, index: npt.NDArray[np.int64] | None = None
+    ) -> Floats:
+        """GPU microseconds of replays of `budgets` with `squares` (both broadcast).
+
+        Args:
+            index: replays of `budgets[index]` instead: millions of them share a few budgets.
+        """
         wanted = np.asarray(budgets, dtype=np.float64)
         base = np.interp(wanted, self.budgets, self.base)
         slope = np.interp(wanted, self.budgets, self.slope)
+        if index is not None:
+            base, slope = base[index], slope[index]
         return np.asarray(base + slope * np.asarray(squares, dtype=np.float64))
 
 
@@ -331,26 +339,33 @@ class CostModel:
         replays_only = np.ones(calls, dtype=bool)
         if len(plan):
             replayed = plan.budget_index != FALLBACK
-            budgets = np.asarray(plan.resolved.budgets, dtype=np.int64)[plan.budget_index]
-            self.replay.check(np.unique(budgets[replayed]))
+            budgets = np.asarray(plan.resolved.budgets, dtype=np.int64)
+            used = np.bincount(plan.budget_index[replayed], minlength=len(budgets)) > 0
+            self.replay.check(budgets[used])
             squares = np.add.reduceat(sequence_squares(arrangement), plan.first[:-1])
-            replay = np.where(replayed, self.replay.time_us(budgets, squares), 0.0)
-            batch = self.batch_us(budgets, plan.items, plan.tokens, squares)
+            replay = np.where(replayed, self.replay.time_us(budgets, squares, plan.budget_index), 0.0)
+            tail = _for_each(self.tail_us, plan.tokens)
+            batch = self.host.batch_us + self.host.item_us * plan.items + replay + tail
             if not replayed.all():
                 batch = np.where(replayed, batch, self.eager_us(plan.tokens))
                 replays_only[plan.call[~replayed]] = False
             wall += np.bincount(plan.call, weights=batch, minlength=calls)
             gpu += np.bincount(plan.call, weights=replay, minlength=calls)
-            wall[np.unique(plan.call)] += self.host.call_us
+            called = np.zeros(calls, dtype=bool)
+            called[plan.call] = True
+            wall[called] += self.host.call_us
         return CallCosts(wall, gpu, replays_only)
 
-    def predict(self, plan: Plan) -> Prediction:
+    def predict(self, plan: Plan, costs: CallCosts | None = None) -> Prediction:
         """Statistics of the calls of `plan`; empty calls are left out.
+
+        Args:
+            costs: of its calls, where they are known.
 
         Raises:
             WorkbenchError: no call holds an item, or a budget is outside the profile.
         """
-        costs = self.call_costs(plan)
+        costs = costs or self.call_costs(plan)
         busy = np.diff(plan.arrangement.offsets) > 0
         if not busy.any():
             raise WorkbenchError("the workload has no item, so there is nothing to predict; give calls with items")
@@ -492,6 +507,14 @@ def _medians(points: Sequence[TailPoint | EagerPoint]) -> tuple[Floats, Floats]:
     ordered = sorted(points, key=lambda point: point.tokens)
     tokens = np.array([point.tokens for point in ordered], dtype=np.float64)
     return tokens, np.array([np.median(point.wall_us) for point in ordered])
+
+
+def _for_each(function: Callable[[Floats], Floats], numbers: npt.NDArray[np.int64]) -> Floats:
+    """`function` of whole numbers >= 0, called once for each number up to the largest where that is less work."""
+    most = int(numbers.max()) + 1
+    wanted = np.arange(most) if most < len(numbers) else numbers
+    values = function(wanted.astype(np.float64))
+    return values[numbers] if most < len(numbers) else values
 
 
 def _extended(wanted: Floats, known: Floats, values: Floats) -> Floats:

@@ -78,10 +78,10 @@ def outcome(study: Setting, configuration: Configuration, name: str) -> Outcome:
         WorkbenchError: vLLM refuses it.
     """
     plan = study.plan(configuration)
-    candidate = study.candidate(name, configuration, plan)
-    costs = None
-    if isinstance(study, Study) and not candidate.refused:
-        costs = study.model.call_costs(study.computed(plan))
+    if isinstance(study, Study):
+        candidate, costs = study.priced(name, configuration, plan)
+    else:
+        candidate, costs = study.candidate(name, configuration, plan), None
     return Outcome(study, candidate, plan, costs)
 
 
@@ -188,9 +188,13 @@ def per_budget(tried: Outcome) -> pd.DataFrame:
     budgets = tried.candidate.budgets
     rows = []
     calls = max(int((np.diff(plan.arrangement.offsets) > 0).sum()), 1)
+    graph = np.where(plan.fallback, len(budgets), plan.budget_index)
+    counts, items, held = (
+        np.bincount(graph, weights=values, minlength=len(budgets) + 1).astype(np.int64)  # exact up to 2^53
+        for values in (None, plan.items, plan.tokens)
+    )
     for position, budget in [*enumerate(budgets), (FALLBACK, 0)]:
-        mine = plan.budget_index == position
-        replays, tokens = int(mine.sum()), int(plan.tokens[mine].sum())
+        replays, tokens = int(counts[position]), int(held[position])
         if position == FALLBACK and not replays:
             continue
         padding = 0 if position == FALLBACK else budget * replays - tokens
@@ -199,8 +203,8 @@ def per_budget(tried: Outcome) -> pd.DataFrame:
                 "graph": "eager" if position == FALLBACK else f"{budget:,}",
                 "budget": None if position == FALLBACK else budget,
                 "replays": replays,
-                "items": int(plan.items[mine].sum()),
-                "calls": _calls_with(plan, mine) / calls,
+                "items": int(items[position]),
+                "calls": _calls_with(plan, plan.budget_index == position) / calls,
                 "tokens": tokens,
                 "padding tokens": padding,
                 "fill": None if position == FALLBACK or not replays else tokens / (budget * replays),
@@ -234,9 +238,9 @@ def latency(tried: Sequence[Outcome]) -> pd.DataFrame:
     edges = np.linspace(0.0, top * (1 + 1e-9), TIME_BINS + 1)
     tables = []
     for name, times in served:
-        counts, _ = np.histogram(times, bins=edges)
+        counts, _ = np.histogram(times, bins=TIME_BINS, range=(edges[0], edges[-1]))
         row = {"from ms": edges[:-1], "to ms": edges[1:], "calls": counts, "share": counts / len(times)}
-        tables.append(_table({"configuration": name, **row}))
+        tables.append(_table({"configuration": [name] * TIME_BINS, **row}))
     return pd.concat(tables, ignore_index=True)
 
 
