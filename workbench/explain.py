@@ -159,7 +159,7 @@ def speed(run: Run) -> pd.DataFrame:
         timed = {timing.arm: timing.wall_us for timing in run.timings if timing.call == number}
         failed = {failure.arm: failure.cause or failure.error for failure in run.failures if failure.call == number}
         for arm in ARMS:
-            row: dict[str, object] = {"call": number, "images": len(call.tokens), "tokens": sum(call.tokens)}
+            row: dict[str, object] = {"call": number, "items": len(call.tokens), "tokens": sum(call.tokens)}
             row["arm"] = ARM_TITLES[arm]
             if arm in timed:
                 found = summary(timed[arm])

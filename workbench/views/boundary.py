@@ -192,6 +192,7 @@ def syncs(table: pd.DataFrame) -> go.Figure:
             y=rows["where"], x=rows["syncs"], orientation="h", name=str(arm), marker_color=_ARM_COLORS[str(arm)]
         )
     figure.update_yaxes(autorange="reversed")
+    figure.update_xaxes(rangemode="tozero")
     figure.update_layout(title="Where the host waits for the GPU", xaxis_title="blocking calls per call", height=360)
     return figure
 
@@ -226,13 +227,13 @@ def by_call(table: pd.DataFrame) -> go.Figure:
             name=arm,
             marker={"color": _ARM_COLORS[arm], "size": 9},
             line={"width": 1},
-            customdata=rows["images"],
-            hovertemplate="%{x} tokens in %{customdata} images: %{y:.1f} ms<extra></extra>",
+            customdata=rows["items"],
+            hovertemplate="%{x} tokens in %{customdata} items: %{y:.1f} ms<extra></extra>",
         )
     figure.update_layout(
         title="Time of a call by its tokens",
         xaxis_title="output tokens in the call",
-        yaxis_title="ms, median",
+        yaxis={"title": "ms, median", "rangemode": "tozero"},
         height=380,
     )
     return figure
