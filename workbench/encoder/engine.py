@@ -8,6 +8,7 @@ The configuration is a server's with `--compilation-config '{"mode": 0}'`: the e
 operators are on, and vLLM's IR operators have the platform's priorities.
 """
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -390,6 +391,7 @@ def _freeze_imports() -> None:
     """Let collections pass over what is imported: a million objects that live as long as the process, 0.3 s a time."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # extension modules complain at exit about objects that were never collected
 
 
 def release_memory(device: torch.device) -> None:
