@@ -121,8 +121,11 @@ def one_image(run: Run) -> int:
 
 def first_calls(run: Run) -> list[int]:
     """Return the numbers of the first call of one item of each modality."""
-    alone = [(number, call.modality) for number, call in enumerate(run.calls) if len(call.grids) == 1]
-    return list({modality: number for number, modality in reversed(alone)}.values())[::-1]
+    first: dict[str, int] = {}
+    for number, call in enumerate(run.calls):
+        if len(call.grids) == 1:
+            first.setdefault(call.modality, number)
+    return list(first.values())
 
 
 def agreement(run: Run, call: int) -> str:

@@ -159,7 +159,7 @@ def steps(table: pd.DataFrame) -> go.Figure:
     )
     figure.update_yaxes(autorange="reversed")
     figure.update_layout(
-        title=f"One call of {rows['call'].iloc[0]}, step by step",
+        title=f"One call of {table['call'].iloc[0]}, step by step",
         xaxis_title="ms, host time between two synchronises, un-profiled",
         height=150 + 34 * len(rows),
         showlegend=False,
@@ -206,7 +206,7 @@ def cases(table: pd.DataFrame) -> go.Figure:
             marker={"color": color, "size": size},
             name="one or some variants" if size < 10 else step,
             legendgroup=color,
-            showlegend=size > 10 or step == singles[0],
+            showlegend=size > 10 or step in singles[:1],
             customdata=rows["step"],
             hovertemplate="%{customdata}, %{y}: %{x:.2f} times as fast as eager as served<extra></extra>",
         )
@@ -221,7 +221,7 @@ def parity(table: pd.DataFrame) -> go.Figure:
     """Distance of every column to eager as served over the noise floor, a mark per call; from `ladder.all_steps`."""
     figure = go.Figure()
     order = _wrapped(list(dict.fromkeys(table["step"])), 32)
-    equal = table["equals the graph"] == True if "equals the graph" in table else table["step"].isna()  # noqa: E712
+    equal = table["equals the graph"].eq(True)
     for rows, name, color in (
         (table[~equal], "differs from vLLM's graph", PURPLE),
         (table[equal], "equals vLLM's graph bit for bit", GREEN),
