@@ -15,6 +15,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,29 +26,30 @@ from workbench.encoder import engine
 from workbench.encoder.instruments import wrapped
 from workbench.encoder.parity.lab import Lab, lab_options
 from workbench.encoder.parity.noise import noise_grids
-from workbench.encoder.session import EncoderSession, SessionOptions, open_session
+from workbench.encoder.session import EncoderSession, open_session
+from workbench.models import model_facts
 
 TILE = 16  # rows; the GPU's are larger, and so are its budgets
 NOISY_SHARE = 0.2  # of the values of a product that come out in the next bfloat16
 
 
-class Recording(TorchDispatchMode):
+class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class is untyped
     """Notes operators while it is active; `replay` runs them again on the memory that they had."""
 
     active: "Recording | None" = None
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._steps: list[Callable[[], None]] = []
         self.memory: list[torch.Tensor] = []
 
     def __enter__(self) -> "Recording":
         Recording.active = self
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *details: Any) -> None:
-        super().__exit__(*details)
+        super().__exit__(*details)  # type: ignore[no-untyped-call]
         Recording.active = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -236,7 +238,8 @@ def recorded_lab(model: str, configuration: Configuration) -> Iterator[Lab]:
     from workbench.encoder import static_replay
     from workbench.encoder.parity import scenarios
 
-    options, _ = lab_options(model, "cpu")
+    facts = model_facts(model)
+    options = replace(lab_options(model, "cpu")[0], width=facts.width // facts.heads)
     with ExitStack() as stack:
         manager = recording_manager()
         stack.callback(setattr, static_replay, "StaticReplayManager", static_replay.StaticReplayManager)
@@ -246,7 +249,7 @@ def recorded_lab(model: str, configuration: Configuration) -> Iterator[Lab]:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         session = stack.enter_context(open_session(options, configuration))
-        reference = stack.enter_context(open_session(_exact(options), configuration))
+        reference = stack.enter_context(open_session(replace(options, dtype="float32"), configuration))
         torch.use_deterministic_algorithms(True, warn_only=True)  # fills what `torch.empty` returns with NaN
         stack.enter_context(flash_attention(session))
         session.model_record = msgspec.structs.replace(session.model_record, attention_backend="FLASH_ATTN 3")
@@ -255,9 +258,3 @@ def recorded_lab(model: str, configuration: Configuration) -> Iterator[Lab]:
         lab.measure_noise(reference, [lab.inputs(grids) for grids in noise_grids(lab.budgets, session.facts.merge)])
         lab.restart_inputs()
         yield lab
-
-
-def _exact(options: SessionOptions) -> SessionOptions:
-    from dataclasses import replace
-
-    return replace(options, dtype="float32")

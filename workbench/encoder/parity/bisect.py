@@ -104,10 +104,16 @@ def beyond(lab: "Lab", stage: Stage) -> bool:
     return stage.relative_rms > lab.noise.factor * rms or stage.worst_row > lab.noise.factor * worst_row
 
 
-def bisect_padded(lab: "Lab", call: "EncoderInputs", batch: TapedBatch, scenario: str) -> Bisection:
-    """Follow eager as served and eager on the padded buffers module by module."""
+def bisect_padded(
+    lab: "Lab", call: "EncoderInputs", batch: TapedBatch, scenario: str, reference: Stages | None = None
+) -> Bisection:
+    """Follow eager as served and eager on the padded buffers module by module; the last stage is the tower's output.
+
+    Args:
+        reference: `served_stages` of the batch, where they are known.
+    """
     assert batch.budget is not None
-    reference, padded = served_stages(lab, call, batch), padded_stages(lab, batch)
+    reference, padded = reference or served_stages(lab, call, batch), padded_stages(lab, batch)
     stages = [compare_stage(name, padded[name], reference[name]) for name in reference if name in padded]
     first, rows = _first(lab, stages)
     return Bisection(scenario=scenario, budget=batch.budget, arms="padded", first=first, rows=rows, stages=stages)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from workbench.encoder.parity.bisect import beyond, bisect_padded, compare_stage, served_stages, valid_rows
+from workbench.encoder.parity.bisect import TOWER, beyond, bisect_padded, compare_stage, served_stages, valid_rows
 from workbench.encoder.parity.tape import TapedBatch, selected_tensors
 from workbench.parity import Finding, Severity
 
@@ -202,26 +202,21 @@ def _copy_error(seen: "Observation", budget: int | None) -> tuple[str, str, int 
 
 
 def _deep_findings(lab: "Lab", seen: "Observation", batch: TapedBatch) -> Iterator[tuple[str, str]]:
-    """Compare a replay with the captured forward run eagerly, then that with eager as served."""
+    """Compare a replay with eager as served, then the captured forward run eagerly with that."""
     if batch.raw is None or batch.budget is None:
         if batch.budget is None and any(seen.item_statuses[item] in FAILED for item in batch.items):
             yield "fallback", "the eager fallback's output is not that of eager as served"
         return
     if all(seen.item_statuses[item] not in FAILED for item in batch.items):
         return
-    valid = valid_rows(lab, batch, batch.raw.shape[0])
-    reference = served_stages(lab, seen.call, batch)["tower"]
-    if not beyond(lab, compare_stage("graph", batch.raw, reference)):
+    reference = served_stages(lab, seen.call, batch)
+    if not beyond(lab, compare_stage(TOWER, batch.raw, reference[TOWER])):
         return  # the rows that the graph gave are right, so what follows it is not
-    eager = compare_stage("padded", lab.padded_raw(batch)[:valid], reference)
-    if not beyond(lab, eager):
+    found = bisect_padded(lab, seen.call, batch, seen.scenario, reference)
+    if found.first is None or not beyond(lab, found.stages[-1]):
         yield "replay", f"replaying budget {batch.budget} does not give what the captured forward gives eagerly"
-        return
-    found = bisect_padded(lab, seen.call, batch, seen.scenario)
-    if found.first is None:  # another run of the same forward is right
-        yield "replay", f"the captured forward of budget {batch.budget} gives other values in each eager run"
-        return
-    yield suspect_of_stage(found.first), f"first module to differ is {found.first}, in {found.rows} rows"
+    else:
+        yield suspect_of_stage(found.first), f"first module to differ is {found.first}, in {found.rows} rows"
 
 
 def _overwritten(seen: "Observation", batch: TapedBatch) -> Iterator[tuple[str, str]]:
@@ -232,7 +227,7 @@ def _overwritten(seen: "Observation", batch: TapedBatch) -> Iterator[tuple[str, 
 
 def suspect_of_stage(stage: str) -> str:
     """Return the suspect that a stage of `bisect.staged` stands for."""
-    if stage == "tower":
+    if stage == TOWER:
         return "head"
     if stage == "embeddings":
         return "patch_embed"
