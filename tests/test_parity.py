@@ -219,11 +219,12 @@ def test_fault_table_takes_recordings_where_the_live_machine_cannot_test() -> No
         session([]), replay="cuda_graph", faults=[fault("order", "missed"), fault("baked", "caught", needs="cuda")]
     )
     order, baked = fault_rows(campaign, [recording])
-    assert order["ernie45_vl"] == "caught"
+    assert order["ernie45_vl"] == "caught, GPU missed"
     assert baked["ernie45_vl"] == "GPU caught"
     assert (baked["suspect"], baked["seen in"]) == ("replay", "fills, mixed")
     document = fault_document(campaign, [recording])
-    assert "1 of 1 planted faults caught" in document
+    assert "* CPU: 1 of 1 planted faults caught" in document
+    assert ": 1 of 2 planted faults caught" in document
     assert document.count("| baked |") == 1
 
 

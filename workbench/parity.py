@@ -379,10 +379,19 @@ def matrix_rows(parity: Parity) -> list[dict[str, str]]:
 
 def campaign_sentence(campaign: Campaign) -> str:
     """Say how many faults were caught and how often the lab cried wolf."""
-    tested = [result for result in campaign.results if result.status != "not_tested"]
+    return _counts(campaign.results, list(campaign.clean.values()))
+
+
+def recorded_sentence(parity: Parity) -> str:
+    """Say the same of a recorded session."""
+    where = f"{_gpu(parity)}, {parity.model.architecture}, {parity.model.attention_backend}"
+    return f"{where}: {_counts(parity.faults, [parity.clean] if parity.clean else [])}"
+
+
+def _counts(results: list[FaultResult], clean: list[CleanRuns]) -> str:
+    tested = [result for result in results if result.status != "not_tested"]
     caught = sum(result.status == "caught" for result in tested)
-    workloads = sum(runs.workloads for runs in campaign.clean.values())
-    alarms = sum(runs.false_alarms for runs in campaign.clean.values())
+    alarms, workloads = sum(runs.false_alarms for runs in clean), sum(runs.workloads for runs in clean)
     return (
         f"{caught} of {len(tested)} planted faults caught under the right name "
         f"({len({result.fault for result in tested})} different ones); {alarms} false alarms in {workloads} random "
@@ -398,7 +407,7 @@ def recorded() -> list[Parity]:
 def fault_rows(campaign: Campaign, recordings: list[Parity]) -> list[dict[str, str]]:
     """Return one row per fault: where and by what it was caught, live and in the shipped recordings.
 
-    A recording speaks where the live machine could not test.
+    A recording speaks where the live machine could not test, and where it did not catch what that one did.
     """
     rows: dict[str, dict[str, str]] = {}
     models = list(dict.fromkeys(result.model for result in campaign.results))
@@ -415,7 +424,11 @@ def fault_rows(campaign: Campaign, recordings: list[Parity]) -> list[dict[str, s
             result.fault,
             {"fault": result.title, "needs": result.needs, "suspect": ""} | dict.fromkeys(models, "") | {"seen in": ""},
         )
-        if result.model not in row or (place and row[result.model] not in ("", "-")):
+        if result.model not in row:
+            continue
+        if place and row[result.model] not in ("", "-"):
+            if result.status != "caught":
+                row[result.model] += f", {place}{result.status}"
             continue
         row[result.model] = f"{place}{result.status}" if result.status != "not_tested" else "-"
         row["suspect"] = row["suspect"] or (result.suspect or "")
@@ -453,13 +466,20 @@ def fault_document(campaign: Campaign, recordings: list[Parity]) -> str:
     """Return the Markdown file of `make faults`: a sentence, the coverage by scenario, then every fault."""
     faults = fault_rows(campaign, recordings)
     scenarios = len(coverage_rows(campaign, recordings))
+    counts = "\n".join(
+        [
+            f"* CPU: {campaign_sentence(campaign)}",
+            *(f"* {recorded_sentence(parity)}" for parity in recordings if parity.faults),
+        ]
+    )
     for row in faults:
         names = row["seen in"].split(", ")
         row["seen in"] = row["seen in"] if len(names) <= MANY else f"{len(names)} of {scenarios} scenarios"
     return (
         "# Planted faults\n\n"
-        "Made by `make faults`. Where static replay cannot show a fault, the recordings speak, with their GPU.\n\n"
-        f"{campaign_sentence(campaign)}\n\n{_markdown(coverage_rows(campaign, recordings))}\n\n"
+        "Made by `make faults` on the CPU, with static replays. Recordings speak where those cannot show a fault, and "
+        "where a GPU did not catch what the CPU did.\n\n"
+        f"{counts}\n\n{_markdown(coverage_rows(campaign, recordings))}\n\n"
         f"{DETAILS}\n\n{_markdown(faults)}\n"
     )
 
