@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
 import msgspec
 import numpy as np
@@ -75,14 +75,15 @@ FAST_START = (
 )
 _VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 _POLL_SECONDS = 0.25
-# A line of vLLM's log that ends a stage, and the stage's name, in the order in which they come.
-_STAGES = (
+ENGINE_STAGES = (
     ("imports", "non-default args"),
     ("model inspection", "Resolved architecture"),
     ("engine process", "Initializing a V1 LLM engine"),
     ("weights", "Model loading took"),
     ("profiling", "KV cache size"),
     ("engine start", "init engine"),
+)
+_BENCH_STAGES = (
     ("data set", "warmup requests"),
     ("warm-up", "requests..."),
     ("requests", "Multimodal Processor Benchmark Results"),
@@ -158,17 +159,29 @@ class Setting:
 
     def command(self, folder: Path, arguments: tuple[str, ...], config: Mapping[str, Any], result: Path) -> list[str]:
         """Return vLLM's arguments for one arm: `bench mm-processor ...`."""
+        return [
+            *("bench", "mm-processor", "--model", str(folder), *self.engine_arguments(arguments, config)),
+            *(*self.data_arguments(), "--output-json", str(result)),
+        ]
+
+    def engine_arguments(self, arguments: tuple[str, ...], config: Mapping[str, Any]) -> list[str]:
+        """Return what the engine of one arm is started with, after its model."""
+        return [
+            *(*arguments, *FAST_START, "--compilation-config", json.dumps(config)),
+            *("--max-model-len", str(self.model_len), "--limit-mm-per-prompt", json.dumps(self.mm_limit)),
+        ]
+
+    def data_arguments(self) -> list[str]:
+        """Return which requests a benchmark of vLLM makes."""
         recipe = self.preset.recipe
         optional = (("--random-input-len", self.input_tokens), ("--random-output-len", self.output_tokens))
         return [
-            *("bench", "mm-processor", "--model", str(folder), *arguments, *FAST_START),
-            *("--max-model-len", str(self.model_len), "--limit-mm-per-prompt", json.dumps(self.mm_limit)),
             *("--dataset-name", "random-mm", "--random-mm-base-items-per-request", str(recipe.base_items)),
             *("--random-mm-num-mm-items-range-ratio", str(recipe.range_ratio)),
             *("--random-mm-bucket-config", str(dict(recipe.buckets))),
             *("--random-mm-limit-mm-per-prompt", json.dumps(dict(recipe.limit)), "--num-prompts", str(self.prompts)),
             *(text for name, value in optional if value is not None for text in (name, str(value))),
-            *("--seed", str(recipe.seed), "--compilation-config", json.dumps(config), "--output-json", str(result)),
+            *("--seed", str(recipe.seed)),
         ]
 
 
@@ -214,7 +227,10 @@ class ArmRun(Record, frozen=True):
 
 
 class EngineBench(Record, frozen=True):
-    """What `workbench engine-bench` measured; written after every arm, so `runs` may be fewer than asked."""
+    """What `workbench engine-bench` measured; written after every arm, so `runs` may be fewer than asked.
+
+    `kind` is the benchmark of vLLM: offline, or of a server (`workbench.serve_bench`).
+    """
 
     schema_version: int
     workbench: str
@@ -226,6 +242,7 @@ class EngineBench(Record, frozen=True):
     full: bool
     profile: str | None
     runs: list[ArmRun]
+    kind: Literal["mm-processor", "serve"] = "mm-processor"
 
 
 def abba(names: list[str], repeats: int) -> list[str]:
@@ -241,6 +258,7 @@ def run_bench(
     *,
     profile: CostModel | None = None,
     repeats: int = 1,
+    serve: bool = False,
     overwrite: bool = False,
     progress: Progress = silent,
     launcher: tuple[str, ...] = _VLLM,
@@ -253,6 +271,7 @@ def run_bench(
         out: a new folder.
         profile: costs, for predictions and advice.
         repeats: rounds of all arms in ABBA order.
+        serve: measure a server, `vllm serve` and `vllm bench serve`, in place of the offline benchmark.
         launcher: the command whose arguments are vLLM's.
 
     Raises:
@@ -261,6 +280,7 @@ def run_bench(
     """
     from workbench.encoder.checkpoint import make_checkpoint
     from workbench.environment import environment
+    from workbench.serve_bench import ServedArm
 
     _check(setting, arms, profile, repeats)
     refuse_occupied(out, overwrite)
@@ -276,6 +296,7 @@ def run_bench(
         full=setting.full,
         profile=None if profile is None else profile.profile.title,
         runs=[],
+        kind="serve" if serve else "mm-processor",
     )
     order = abba(list(arms), repeats)
     configurations = dict(arms)
@@ -288,7 +309,8 @@ def run_bench(
         except WorkbenchError as error:
             run = _failed(number, name, f"no advice: {error}")
         else:
-            process = _Process(setting, folder.folder, folder.arguments, out, number, name, launcher)
+            arm = ServedArm if serve else ArmProcess
+            process = arm(setting, folder.folder, folder.arguments, out, number, name, launcher)
             process.follow(configurations[name], lambda stage, at=started: progress(stage, at))  # type: ignore[misc]
             run = _judge(process, configurations[name], setting, profile)
         bench = msgspec.structs.replace(bench, runs=[*bench.runs, run])
@@ -331,12 +353,11 @@ def _advised(profile: CostModel | None, ledger: Path, setting: Setting) -> Confi
     return advise(to_workload(served, setting.facts), profile, setting.limits).answer.configuration
 
 
-def _environment(ledger: Path) -> dict[str, str]:
-    """The environment of an arm's process."""
+def arm_environment(ledger: Path | None) -> dict[str, str]:
+    """The environment of an arm's process; `ledger` is where its engine writes, None for a process without one."""
     from workbench.encoder.bootstrap import child_environment
 
-    return child_environment() | {
-        ENVIRONMENT_VARIABLE: str(ledger.absolute()),
+    environment = child_environment() | {
         # A fork of the process that has imported vLLM. vLLM spawns all the same where a fork cannot work: on the CPU,
         # and once CUDA is initialised.
         "VLLM_WORKER_MULTIPROC_METHOD": os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork"),
@@ -344,10 +365,17 @@ def _environment(ledger: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",  # stages are read from the log
     }
+    environment.pop(ENVIRONMENT_VARIABLE, None)
+    return environment if ledger is None else environment | {ENVIRONMENT_VARIABLE: str(ledger.absolute())}
 
 
-class _Process:
-    """One arm's process: its files, how long it took, how it ended."""
+class ArmProcess:
+    """One arm's process: its files, how long it took, how it ended.
+
+    `log_stages`: a line of vLLM's log that ends a stage, behind the stage's name, in the order in which they come.
+    """
+
+    log_stages: tuple[tuple[str, str], ...] = (*ENGINE_STAGES, *_BENCH_STAGES)
 
     def __init__(
         self,
@@ -369,49 +397,82 @@ class _Process:
 
     def follow(self, configuration: Configuration | None, on_stage: Callable[[str], None]) -> None:
         """Run it to its end or its time limit."""
-        config = _BASE | (configuration.compilation_config() if configuration else {})
-        command = self.setting.command(self.folder.absolute(), self.arguments, config, self.result.absolute())
+        command = self.setting.command(
+            self.folder.absolute(), self.arguments, compilation_config(configuration), self.result.absolute()
+        )
+        self.prepare()
+        self.run(command, arm_environment(self.ledger), on_stage)
+
+    def prepare(self) -> None:
+        """Remove what an earlier run of this name left."""
         for stale in (self.ledger, self.result):
             stale.unlink(missing_ok=True)
-        began = time.perf_counter()
+
+    def run(self, command: list[str], environment: dict[str, str], on_stage: Callable[[str], None]) -> None:
+        """Run vLLM with these arguments to its end or the arm's time limit, following its log."""
+        began = time.perf_counter() - self.seconds
         with self.log.open("wb") as output, self.log.open("rb") as log:
-            process = subprocess.Popen(
-                [*self.launcher, *command],
-                env=_environment(self.ledger),
-                stdin=subprocess.DEVNULL,  # transformers asks there whether to run the folder's code, and vLLM goes on
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that its engine's process ends with it
-            )
+            process = start([*self.launcher, *command], environment, output)
             text = ""
             try:
                 while True:
                     self.seconds = time.perf_counter() - began
                     ended = process.poll()
-                    text = self._advance(text[-200:] + log.read().decode(errors="replace"), on_stage)
+                    text = self.advance(text[-200:] + log.read().decode(errors="replace"), on_stage)
                     if ended is not None or self.seconds > self.setting.arm_seconds:
                         break
                     time.sleep(_POLL_SECONDS)
             finally:
-                _end(process)
+                end(process)
         if ended is None:
-            self.error = f"ended after {self.setting.arm_seconds:.0f} s, {self._where()}; its log is {self.log.name}"
+            self.error = f"ended after {self.setting.arm_seconds:.0f} s, {self.where()}; its log is {self.log.name}"
         elif ended != 0 or not self.result.is_file():
-            self.error = f"vLLM ended with {ended}, {self._where()}; its log is {self.log.name}"
+            self.error = f"vLLM ended with {ended}, {self.where()}; its log is {self.log.name}"
 
-    def _advance(self, text: str, on_stage: Callable[[str], None]) -> str:
-        for stage, marker in _STAGES:
+    def ingested(self) -> External:
+        """Read vLLM's result.
+
+        Raises:
+            WorkbenchError: it is none.
+        """
+        return _ingested(self.result)
+
+    def served(self) -> tuple[Ledger, list[str]]:
+        """Return the ledger of the benchmark's own requests, and what is doubtful about it."""
+        return without_warmup(read_ledger(self.ledger), self.setting)
+
+    def advance(self, text: str, on_stage: Callable[[str], None]) -> str:
+        """Note the stages that `text`, of a log, ends."""
+        for stage, marker in self.log_stages:
             if stage not in self.stages and marker in text:
                 self.stages[stage] = round(self.seconds, 2)
-                on_stage(f"arm {self.name}: {self._where()}")
+                on_stage(f"arm {self.name}: {self.where()}")
         return text
 
-    def _where(self) -> str:
-        open_stages = [stage for stage, _ in _STAGES if stage not in self.stages]
+    def where(self) -> str:
+        """Say which stage it is in."""
+        open_stages = [stage for stage, _ in self.log_stages if stage not in self.stages]
         return f"in its stage {open_stages[0]}" if open_stages else "after its last request"
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def compilation_config(configuration: Configuration | None) -> dict[str, Any]:
+    """Return the engine's `--compilation-config`; None: encoder graphs off."""
+    return _BASE | (configuration.compilation_config() if configuration else {})
+
+
+def start(command: list[str], environment: dict[str, str], output: IO[bytes]) -> "subprocess.Popen[bytes]":
+    """Start a process of vLLM in a session of its own, so that its engine's process ends with it."""
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,  # transformers asks there whether to run the folder's code, and vLLM goes on
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
     """End a process and what it started, if any of it is left."""
     for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
         try:
@@ -436,7 +497,7 @@ def _failed(number: int, name: str, error: str) -> ArmRun:
 
 
 def _judge(
-    process: _Process, configuration: Configuration | None, setting: Setting, profile: CostModel | None
+    process: ArmProcess, configuration: Configuration | None, setting: Setting, profile: CostModel | None
 ) -> ArmRun:
     """Read what a run left, and price its calls."""
     run = ArmRun(
@@ -453,8 +514,8 @@ def _judge(
     if run.error:
         return run
     try:
-        vllm = _ingested(process.result)
-        served, notes = without_warmup(read_ledger(process.ledger), setting)
+        vllm = process.ingested()
+        served, notes = process.served()
     except WorkbenchError as error:
         return msgspec.structs.replace(run, error=str(error))
     lines = served.served()
@@ -600,6 +661,10 @@ def _thousandth(microseconds: float | None) -> float | None:
 
 def explain(bench: EngineBench) -> list[str]:
     """Say what the arms' figures mean and why they differ, from the runs alone."""
+    if bench.kind == "serve":
+        from workbench.serve_bench import explain_served
+
+        return explain_served(bench)
     done = [run for run in bench.runs if run.error is None and run.forward is not None and run.calls is not None]
     sentences = [f"Arm {run.arm} (run {run.number}) gave nothing: {run.error}." for run in bench.runs if run.error]
     sentences += [f"Arm {run.arm}: {finding}." for run in done for finding in run.findings]
@@ -631,20 +696,7 @@ def _about(run: ArmRun, prompts: int) -> list[str]:
             f"median is {_ms(calls.host_us or 0.0)} on the host, and shared by its requests that is vLLM's mean of "
             f"{_ms(forward.mean)} per request (the ledger's sum gives {_ms(run.host_us / prompts)})."
         )
-    if run.budgets is not None:
-        replays = sum(row.batches for row in run.hits if row.route == "graph")
-        fill = sum(row.tokens for row in run.hits if row.route == "graph")
-        held = sum(row.batches * (row.budget or 0) for row in run.hits if row.route == "graph")
-        if calls.hits == 0:
-            sentences.append(
-                f"{run.arm}: no image went through a graph: this engine has no encoder graphs (the CPU's has none), "
-                "so the arm measures the eager encoder."
-            )
-        else:
-            sentences.append(
-                f"{run.arm}: {calls.hits:,} of {calls.items:,} images went through {replays:,} replays, "
-                f"{replays / calls.calls:.1f} a call, {fill / held:.0%} full."
-            )
+    sentences += about_graphs(run)
     if run.predicted_us is not None and forward.mean:
         sentences.append(
             f"{run.arm}: the profile gives {_ms(run.predicted_us)} per request for these calls; measured "
@@ -652,6 +704,24 @@ def _about(run: ArmRun, prompts: int) -> list[str]:
             + ("." if run.alone_us is None else f". One image alone would take {_ms(run.alone_us)}.")
         )
     return sentences
+
+
+def about_graphs(run: ArmRun) -> list[str]:
+    """How many of a run's images went through graphs; nothing for an arm without."""
+    if run.budgets is None or run.calls is None:
+        return []
+    calls, graphs = run.calls, [row for row in run.hits if row.route == "graph"]
+    if calls.hits == 0:
+        return [
+            f"{run.arm}: no image went through a graph: this engine has no encoder graphs (the CPU's has none), "
+            "so the arm measures the eager encoder."
+        ]
+    replays, fill = sum(row.batches for row in graphs), sum(row.tokens for row in graphs)
+    held = sum(row.batches * (row.budget or 0) for row in graphs)
+    return [
+        f"{run.arm}: {calls.hits:,} of {calls.items:,} images went through {replays:,} replays, "
+        f"{replays / calls.calls:.1f} a call, {fill / held:.0%} full."
+    ]
 
 
 def _against(eager: ArmRun, run: ArmRun) -> list[str]:

@@ -64,11 +64,31 @@ GLM_VIDEO_PULL_REQUEST = PublishedTable(
     rows=(PublishedRow("eager", mean=7.26, p99=25.78), PublishedRow("CUDA graph", mean=4.54, p99=9.52)),
 )
 
+GLM_IMAGE_TWO_GPUS = PublishedTable(
+    title="GLM-4.1V-9B-Thinking, encoder_forward_ms, images, data-parallel encoder",
+    source="vLLM pull request 40576",
+    gpu="2 RTX 4090",
+    workload="224 x 224 images, at most two per request, 1000 requests; the same budgets, 4 items, 32 frames",
+    rows=(PublishedRow("eager", mean=6.01, p99=24.73), PublishedRow("CUDA graph", mean=2.24, p99=9.29)),
+)
+GLM_VIDEO_TWO_GPUS = PublishedTable(
+    title="GLM-4.6V-Flash, encoder_forward_ms, videos, data-parallel encoder",
+    source="vLLM pull request 40576",
+    gpu="2 RTX 4090",
+    workload="videos of 8 frames of 224 x 224, at most two per request, 1000 requests; the same budgets, 32 frames",
+    rows=(PublishedRow("eager", mean=9.51, p99=26.17), PublishedRow("CUDA graph", mean=3.16, p99=9.83)),
+)
+
 # What was published for a model and a modality.
 PULL_REQUESTS: dict[tuple[str, Modality], PublishedTable] = {
     ("ernie45_vl", "image"): ERNIE_PULL_REQUEST,
     ("glm4_1v", "image"): GLM_IMAGE_PULL_REQUEST,
     ("glm4_1v", "video"): GLM_VIDEO_PULL_REQUEST,
+}
+# The same with a data-parallel encoder on two GPUs.
+TWO_GPUS: dict[tuple[str, Modality], PublishedTable] = {
+    ("glm4_1v", "image"): GLM_IMAGE_TWO_GPUS,
+    ("glm4_1v", "video"): GLM_VIDEO_TWO_GPUS,
 }
 
 
@@ -101,3 +121,28 @@ ERNIE_DECISIONS = PublishedDecisions(
         PublishedBenchmark("MMStar", off=(0.1241, 0.0088), on=(0.1284, 0.0089), quoted_sigma=0.5),
     ),
 )
+
+
+@dataclass(frozen=True)
+class PublishedServing:
+    """What `vllm bench serve` reported with encoder graphs off and on.
+
+    Attributes:
+        means: mean milliseconds, off and on, by vLLM's name of the measure.
+    """
+
+    source: str
+    gpu: str
+    workload: str
+    means: dict[str, tuple[float, float]]
+
+
+# What was published for a model and a preset's name.
+SERVED_PULL_REQUESTS: dict[tuple[str, str], PublishedServing] = {
+    ("glm4_1v", "glm-video"): PublishedServing(
+        source="vLLM pull request 40576",
+        gpu="2 RTX 4090, data-parallel encoder, GLM-4.6V-Flash",
+        workload="100 requests at once, videos of 8 frames of 224 x 224",
+        means={"ttft": (18_770.72, 16_884.68), "tpot": (71.09, 71.04), "itl": (70.53, 70.48)},
+    )
+}

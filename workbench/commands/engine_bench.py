@@ -31,13 +31,16 @@ def engine_bench(
     profile: Annotated[Path | None, Option(help="A cost profile, for predictions and NAME=advised.")] = None,
     prompts: Annotated[int, Option(help="Requests per arm.")] = 1000,
     repeats: Annotated[int, Option(help="Rounds of all arms, every second one backwards (2: ABBA).")] = 1,
+    serve: Annotated[
+        bool, Option("--serve", help="Measure a server: `vllm serve` and `vllm bench serve`, TTFT, TPOT and ITL.")
+    ] = False,
     tiny: Annotated[bool, Option("--tiny", help="Two small layers instead of the real vision tower.")] = False,
     video_limit: Annotated[int | None, Option(help="Videos per prompt; left out: the preset's.")] = None,
     arm_seconds: Annotated[float, Option(help="An arm is ended after this time.")] = 300.0,
     overwrite: Annotated[bool, Option("--overwrite", help="Use a folder that holds something.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Run the pull requests' `vllm bench mm-processor` per arm, the ledger on, beside the prediction.
+    """Run the pull requests' `vllm bench mm-processor` or `vllm bench serve` per arm, the ledger on.
 
     Exit code 1: an arm gave no result.
     """
@@ -54,16 +57,40 @@ def engine_bench(
         for finding in lint_errors(setting, configuration):
             typer.echo(f"lint, arm {name}: {finding}", err=True)
     with progress_bar() as progress:
-        bench = run_bench(setting, arms, out, profile=priced, repeats=repeats, overwrite=overwrite, progress=progress)
+        bench = run_bench(
+            setting,
+            arms,
+            out,
+            profile=priced,
+            repeats=repeats,
+            serve=serve,
+            overwrite=overwrite,
+            progress=progress,
+        )
     if as_json:
         import msgspec
 
         print(msgspec.json.encode({"bench": bench, "explanation": explain(bench)}).decode())
     else:
-        _show(bench)
+        (_show_served if serve else _show)(bench)
         print(*explain(bench), sep="\n")
     if any(run.error for run in bench.runs):
         raise typer.Exit(1)
+
+
+def _show_served(bench: "EngineBench") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from workbench.serve_bench import served_table
+
+    runs = served_table(bench)
+    table = Table("", title=f"vllm bench serve: {bench.model}, {bench.workload}", title_justify="left")
+    for run in runs:
+        table.add_column(f"{run.pop('run')} {run.pop('arm')}", justify="right")
+    for name in runs[0] if runs else ():
+        table.add_row(name, *("-" if run[name] is None else f"{run[name]:.2f}" for run in runs))
+    Console().print(table)
 
 
 def _show(bench: "EngineBench") -> None:

@@ -131,6 +131,7 @@ def _show(run: "ParallelRun", ranks: "Ranks | None", doubts: list[str]) -> None:
     from rich.table import Table
 
     from workbench.commands.analyze import ranks_table
+    from workbench.published import TWO_GPUS
 
     timed = run.replay == "cuda_graph"
     table = Table(title=f"{len(run.ranks)} ranks, {run.ranks[0].model.key}, {run.tp_mode}", title_justify="left")
@@ -144,6 +145,14 @@ def _show(run: "ParallelRun", ranks: "Ranks | None", doubts: list[str]) -> None:
         print("static replay on the CPU: times mean nothing and are left out")
     elif ranks is not None:
         Console().print(ranks_table(ranks))
+        published = TWO_GPUS.get((run.ranks[0].model.key, run.modality)) if run.tp_mode == "data" else None
+        if published is not None:
+            off, on = published.rows
+            print(
+                f"{published.source} reports on {published.gpu}, {published.workload}: eager over graph "
+                f"{off.mean / on.mean:.2f} in the mean and {off.p99 / on.p99:.2f} at P99 of encoder_forward_ms per "
+                "request; only ratios compare"
+            )
     for doubt in doubts:
         print(f"warning: {doubt}")
 
