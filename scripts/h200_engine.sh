@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# The Ernie pull request's own benchmark in the whole engine on three workloads: eager, its budgets, advised budgets.
+# The pull requests' own benchmarks in the whole engine: eager, their budgets and, for ERNIE-4.5-VL, advised budgets.
 #
 #   bash scripts/h200_engine.sh [FOLDER] [WORKLOAD...]     default: served; pull-request mixed small-many
+#   SERVE=1 bash scripts/h200_engine.sh server glm-video   a server and its client in place of the offline benchmark
 #
+# Workloads of ERNIE-4.5-VL: pull-request, mixed, small-many; of GLM-4.1V: glm-image, glm-video.
 # Needs an H200, and torch, vLLM 0.33 and the workbench as an installed package (its plugin is found by its metadata)
-# importable by $PYTHON (default python3). Each workload is three arms, each ended after ARM_SECONDS (default 110), so it
+# importable by $PYTHON (default python3). Each workload is two or three arms, each ended after ARM_SECONDS (default 110), so it
 # is over after 6 minutes at the latest and all three after 17; run one workload a call where a call is limited. An arm is
 # expected to take 50 to 70 s, from the stages of one recorded eager arm less what is now left out: not measured yet.
 # Leaves FOLDER-WORKLOAD/summary.json, ledgers, logs and the explanation as explanation.txt.
@@ -17,8 +19,8 @@ workloads=("$@")
 python=${PYTHON:-python3}
 limit=${ARM_SECONDS:-110}
 published=128,256,512,1024,1536,2048:4
-declare -A prompts=([pull-request]=400 [mixed]=150 [small-many]=60)
-declare -A graph=([pull-request]=$published [small-many]=$published)
+declare -A prompts=([pull-request]=400 [mixed]=150 [small-many]=60 [glm-image]=200 [glm-video]=100)
+declare -A graph=([pull-request]=$published [small-many]=$published [glm-image]=$published [glm-video]=$published:32)
 graph[mixed]=128,256,512,1024,1536,2048,4096:4 # its images of 4,096 tokens would end the engine (D1)
 
 # Installed without byte code, vLLM is compiled at every import, in every process.
@@ -30,10 +32,14 @@ done
 failed=0
 for workload in "${workloads[@]}"; do
     began=$SECONDS
+    options=(--config "graph=${graph[$workload]}")
+    case $workload in
+    glm-*) options+=(--model glm4_1v) ;;
+    *) options+=(--config advised=advised --profile workbench/recordings/costs_h200_ernie45_vl/profile.json) ;;
+    esac
+    if [ -n "${SERVE:-}" ]; then options+=(--serve); fi
     timeout --kill-after=10 $((3 * limit + 30)) "$python" -m workbench engine-bench --workload "$workload" \
-        --prompts "${prompts[$workload]}" --config "graph=${graph[$workload]}" --config advised=advised \
-        --profile workbench/recordings/costs_h200_ernie45_vl/profile.json \
-        --arm-seconds "$limit" --out "$out-$workload" --overwrite >"$out-$workload.txt" || failed=1
+        --prompts "${prompts[$workload]}" "${options[@]}" --arm-seconds "$limit" --out "$out-$workload" --overwrite >"$out-$workload.txt" || failed=1
     cat "$out-$workload.txt"
     mkdir -p "$out-$workload"
     mv "$out-$workload.txt" "$out-$workload/explanation.txt"
