@@ -91,9 +91,12 @@ def _treemap(table: pd.DataFrame, total: float, across: tuple[float, float]) -> 
     us: dict[str, float] = {graph: total}
     nodes: dict[str, int] = {graph: int(table["nodes"].sum())}
     label, parent, color = {graph: graph}, {graph: ""}, {graph: PAPER}
+    modules = table["module"].tolist()
     for module, family, count, time in table[["module", "family", "nodes", "us"]].itertuples(index=False):
         names = [module] if module == OUTSIDE_MODULES else module.replace(ALL_BLOCKS, "blocks").split(".")
-        path = [graph, *names, family]
+        # A box in a box takes room: a module of one family, with none inside it, is one box.
+        alone = modules.count(module) == 1 and not any(other.startswith(f"{module}.") for other in modules)
+        path = [graph, *names[:-1], f"{names[-1]}: {family}"] if alone else [graph, *names, family]
         for depth in range(1, len(path)):
             key = "/".join(path[: depth + 1])
             leaf = depth == len(path) - 1
