@@ -39,7 +39,8 @@ for workload in "${workloads[@]}"; do
     esac
     if [ -n "${SERVE:-}" ]; then options+=(--serve); fi
     timeout --kill-after=10 $((3 * limit + 30)) "$python" -m workbench engine-bench --workload "$workload" \
-        --prompts "${prompts[$workload]}" "${options[@]}" --arm-seconds "$limit" --out "$out-$workload" --overwrite >"$out-$workload.txt" || failed=1
+        --prompts "${prompts[$workload]}" "${options[@]}" --arm-seconds "$limit" --out "$out-$workload" --overwrite \
+        >"$out-$workload.txt" || failed=1
     cat "$out-$workload.txt"
     mkdir -p "$out-$workload"
     mv "$out-$workload.txt" "$out-$workload/explanation.txt"

@@ -3,9 +3,10 @@
 import gzip
 import json
 import subprocess
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -198,6 +199,28 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_rank_that_dies_in_the_middle_ends_the_others(tmp_path: Path) -> None:
+    """The other rank waits in a collective that never ends."""
+    started: list[subprocess.Popen[bytes]] = []
+    died: list[float] = []
+
+    def kill_when_it_measures() -> None:
+        while not list(tmp_path.rglob("rank1")):  # the rank makes it after its graphs
+            time.sleep(0.05)
+        started[1].kill()
+        died.append(time.monotonic())
+
+    def watch(processes: "list[subprocess.Popen[bytes]]") -> None:
+        started.extend(processes)
+        threading.Thread(target=kill_when_it_measures, daemon=True).start()
+
+    with pytest.raises(WorkbenchError, match="rank 1 was ended by SIGKILL; the other ranks were ended"):
+        run_parallel(OPTIONS, CONFIGURATION, CALLS, 2, tmp_path / "out", repeats=10_000, on_start=watch)
+    assert time.monotonic() - died[0] < 30  # the promise of the launcher
+    assert all(process.poll() is not None for process in started)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_ranks_that_take_too_long_are_ended(tmp_path: Path) -> None:
     with pytest.raises(WorkbenchError, match="did not finish in 0 s"):
         run_parallel(OPTIONS, CONFIGURATION, CALLS[:1], 2, tmp_path / "out", seconds=0.2)
@@ -218,6 +241,38 @@ def test_ranks_that_take_too_long_are_ended(tmp_path: Path) -> None:
 def test_bad_input(options: SessionOptions, ranks: int, calls: list[list[tuple[int, int, int]]], message: str) -> None:
     with pytest.raises(WorkbenchError, match=message):
         parallel._check(options, ranks, calls, gpus=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "configuration", "call", "reason"),
+    [
+        (
+            SessionOptions("glm4_1v", device="cpu", video_limit=1),
+            Configuration((256,), 2, 4),
+            [(8, 8, 8)] * 2,
+            r"1 of 1 replays have up to 16 frames and the graphs hold 4: .*\(D4\)",
+        ),
+        (
+            OPTIONS,
+            Configuration((100,), 8),
+            [(1, 20, 20)],
+            r"1 of 1 replays have more tokens than their graph has room for: .*\(D3\)",
+        ),
+        (SessionOptions("ernie45_vl", device="cpu"), CONFIGURATION, [(1, 64, 64)], r"1 items above .*\(D1\)"),
+    ],
+)
+def test_calls_on_which_vllm_fails_are_refused_before_anything_starts(
+    tmp_path: Path, options: SessionOptions, configuration: Configuration, call: list[tuple[int, int, int]], reason: str
+) -> None:
+    def started(_: object) -> None:
+        raise AssertionError("ranks were started")
+
+    mode: Literal["data", "weights"] = "weights" if options.model == "ernie45_vl" else "data"
+    with pytest.raises(WorkbenchError, match=f"call 1: {reason}"):
+        run_parallel(options, configuration, [[(1, 4, 4)], call], 2, tmp_path / "o", tp_mode=mode, on_start=started)
+    with pytest.raises(WorkbenchError, match="0 repeats measure nothing"):
+        run_parallel(options, configuration, [[(1, 4, 4)]], 2, tmp_path / "o", tp_mode=mode, repeats=0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_heads_that_ranks_cannot_share() -> None:

@@ -356,27 +356,31 @@ class Setting:
             captured=tuple(capture.capacity for capture in captures),
             buffer_bytes=sum(capture.bytes for capture in captures),
             waste=1 - int(plan.tokens[~plan.fallback].sum()) / replayed if replayed else None,
-            refused=self._crash(plan),
+            refused=failure(self.facts, plan),
         )
 
-    def _crash(self, plan: Plan) -> str | None:
-        """Say what vLLM 0.33 fails on."""
-        fallbacks, over = int(plan.fallback.sum()), int(plan.over_frames.sum())
-        if fallbacks and self.facts.extra.get("fallback_crashes"):
-            return (
-                f"{fallbacks:,} items above the largest budget, {plan.resolved.budgets[-1]}: vLLM 0.33 fails on "
-                f"{self.facts.title}'s eager fallback (D1)"
-            )
-        if over:
-            return (
-                f"{over:,} replays have up to {int(plan.frames.max()):,} frames and the graphs hold "
-                f"{plan.resolved.sequence_slots:,}: vLLM's copy raises (D4)"
-            )
-        room = np.array([*self.captured(plan.resolved), 0])[plan.budget_index]
-        tight = int((~plan.fallback & (plan.tokens > room)).sum())
-        if tight:
-            return f"{tight:,} replays have more tokens than their graph was captured for: vLLM's copy raises (D3)"
-        return None
+
+def failure(facts: ModelFacts, plan: Plan) -> str | None:
+    """Say what vLLM 0.33 fails on in a plan; None: nothing that is known."""
+    resolved, fallbacks, over = plan.resolved, int(plan.fallback.sum()), int(plan.over_frames.sum())
+    replays = len(plan) - fallbacks
+    if fallbacks and facts.extra.get("fallback_crashes"):
+        return (
+            f"{fallbacks:,} items above the largest budget, {resolved.budgets[-1]}: vLLM 0.33 fails on {facts.title}'s "
+            "eager fallback (D1)"
+        )
+    if over:
+        return (
+            f"{over:,} of {replays:,} replays have up to {int(plan.frames.max()):,} frames and the graphs hold "
+            f"{resolved.sequence_slots:,}: vLLM's copy raises (D4)"
+        )
+    room = np.array([*(capture.capacity for capture in captured_shapes(facts, resolved)), 0])[plan.budget_index]
+    tight = int((~plan.fallback & (plan.tokens > room)).sum())
+    if tight:
+        return (
+            f"{tight:,} of {replays:,} replays have more tokens than their graph has room for: vLLM's copy raises (D3)"
+        )
+    return None
 
 
 @dataclass(frozen=True)

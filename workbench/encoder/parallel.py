@@ -224,12 +224,15 @@ def run_parallel(
         change: makes rank r's job another; for tests of ranks that do not agree.
 
     Raises:
-        WorkbenchError: fewer than two ranks, more ranks than GPUs, a model without data parallelism, ranks that do not
-            agree, a rank that fails or dies.
+        WorkbenchError: fewer than two ranks, more ranks than GPUs, a model without data parallelism, a call on which
+            vLLM fails, ranks that do not agree, a rank that fails or dies.
     """
     from workbench.environment import environment, gpus
 
     on_gpus = _check(options, ranks, calls, len(gpus()), tp_mode)
+    if repeats < 1:
+        raise WorkbenchError(f"{repeats} repeats measure nothing; ask for 1 or more")
+    _check_plan(options, configuration, calls, ranks if tp_mode == "data" else 1)
     refuse_occupied(out, overwrite)
     machine = environment()
     with replacing_folder(out, overwrite) as folder, tempfile.TemporaryDirectory() as scratch:
@@ -282,6 +285,31 @@ def _check(
             "or for the device cpu"
         )
     return on_gpus
+
+
+def _check_plan(
+    options: "SessionOptions", configuration: Configuration, calls: Sequence[Sequence[Grid]], ranks: int
+) -> None:
+    """Refuse calls on which vLLM 0.33 fails, shared or alone, such as videos of more frames than were captured."""
+    import numpy as np
+
+    from workbench.advisor import failure
+    from workbench.budgets import resolve
+    from workbench.encoder.session import server_limits
+    from workbench.models import model_facts
+    from workbench.planner import plan
+
+    facts = model_facts(options.model)
+    resolved = resolve(configuration, server_limits(options, facts))
+    framed = facts.sequences == "frame"
+    for number, call in enumerate(calls):
+        tokens = np.array([facts.tokens(grid) for grid in call])
+        frames = np.array([grid[0] for grid in call]) if framed else None
+        patches = np.array([t * h * w for t, h, w in call])
+        for dp in sorted({1, ranks}):
+            reason = failure(facts, plan(tokens, np.array([0, len(call)]), resolved, frames, dp, patches))
+            if reason:
+                raise WorkbenchError(f"call {number}: {reason}; change the budgets, the frames or the call")
 
 
 def _job(
