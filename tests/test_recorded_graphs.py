@@ -121,3 +121,34 @@ def test_prefixes_captured_anew_agree_with_eager_on_the_same_buffers(lab: "Lab",
         found = bisect_graph(lab, seen.batches[0], fault)
     assert seen.status == "mismatch"
     assert found.first is None
+
+
+def test_an_eager_run_as_captured_leaves_torch_as_it_was() -> None:
+    import torch
+
+    from workbench.encoder.parity.lab import as_captured
+
+    before = torch.cuda.is_current_stream_capturing, torch.are_deterministic_algorithms_enabled()
+    with as_captured():
+        assert torch.cuda.is_current_stream_capturing()
+        assert bool(torch.empty(3).isnan().all())
+    assert (torch.cuda.is_current_stream_capturing, torch.are_deterministic_algorithms_enabled()) == before
+
+
+@pytest.mark.parametrize(
+    ("free", "segment", "requests"),
+    [
+        (512, "small", [512]),
+        (1 << 20, "small", [1 << 20]),
+        (2 << 20, "small", [1 << 20, 1 << 20]),
+        ((1 << 20) + 512, "small", [1 << 20, 512]),
+        (20 << 20, "large", [20 << 20]),
+    ],
+)
+def test_a_free_block_is_poisoned_by_requests_that_torch_serves_from_it(
+    free: int, segment: str, requests: list[int]
+) -> None:
+    """A request above 1 MiB is never served from a segment of small blocks."""
+    from workbench.encoder.parity.scenarios import _requests
+
+    assert _requests(free, segment) == requests

@@ -141,16 +141,15 @@ def bisect_graph(lab: "Lab", batch: TapedBatch, scenario: str) -> Bisection:
     `batch`; log2(depth) captures.
     """
     assert batch.budget is not None
-    stages: list[Stage] = []
+    stages: dict[int, Stage] = {}
 
     def differs(blocks: int) -> bool:
         with _truncated(lab, blocks):
-            stage = _prefix_stage(lab, batch, blocks)
-        stages.append(stage)
-        return beyond(lab, stage)
+            stages[blocks] = _prefix_stage(lab, batch, blocks)
+        return beyond(lab, stages[blocks])
 
     low, high = 0, len(lab.tower.blocks)
-    first: str | None = None
+    first, rows = None, None
     if differs(high):
         while low < high:  # the first prefix that differs is in low..high
             middle = (low + high) // 2
@@ -159,14 +158,14 @@ def bisect_graph(lab: "Lab", batch: TapedBatch, scenario: str) -> Bisection:
             else:
                 low = middle + 1
         first = f"blocks.{low - 1}" if low else "embeddings"
-    spoiled = any(stage.padded_finite is False for stage in stages)
+        rows = "padded" if not stages[low].finite and stages[low].padded_finite is False else "valid"
     return Bisection(
         scenario=scenario,
         budget=batch.budget,
         arms="graph",
         first=first,
-        rows=None if first is None else "padded" if spoiled else "valid",
-        stages=sorted(stages, key=lambda stage: int(stage.name.split()[0])),
+        rows=rows,  # type: ignore[arg-type]
+        stages=[stage for _, stage in sorted(stages.items())],
     )
 
 
