@@ -41,6 +41,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "sweep": ("benchmarks.sweep",),
     "advisor": ("benchmarks.advisor",),
     "figures": ("benchmarks.figures",),
+    "widgets": ("benchmarks.widgets",),
     "ledger": ("benchmarks.ledger",),
 }
 # Peers are left out: at ten million events each needs more than 12 GB, and HolisticTraceAnalysis some ten minutes.

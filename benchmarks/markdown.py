@@ -118,6 +118,18 @@ def figures(result: Result) -> tuple[str, str]:
     return "Timeline as a figure", table(heads, [row])
 
 
+def widgets(result: Result) -> tuple[str, str]:
+    """What a person waits for."""
+    rows = [
+        (row["what"], row["missing"], "", "", "")
+        if "missing" in row
+        else (row["what"], *(f"{row[name]:.0f}" for name in ("least_ms", "median_ms", "most_ms")), limit)
+        for row, limit in zip(result["rows"], (f"{result['limit_ms']:.0f}", ""), strict=True)
+    ]
+    heads = ("a slider's move to the new figure", "least ms", "median ms", "most ms", "limit, ms")
+    return f"Budget widgets: {result['items']:,} items", table(heads, rows)
+
+
 def advisor(result: Result) -> tuple[str, str]:
     """Seconds per answer."""
     rows = [
@@ -150,5 +162,6 @@ SECTIONS: dict[str, Callable[[Result], tuple[str, str]]] = {
     "advisor": advisor,
     "advisor_full": advisor,
     "figures": figures,
+    "widgets": widgets,
     "ledger": ledger,
 }

@@ -1,14 +1,6 @@
 """The instrument of notebook 02: what its controls do, and a person's hands on it in JupyterLab."""
 
 import json
-import os
-import secrets
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,12 +9,14 @@ import pytest
 
 pytest.importorskip("ipywidgets")
 
-from tests.chromium import SECONDS, Page, opened
+from tests.chromium import opened
+from tests.jupyter import FIGURE, IDLE, RUN_ALL, focus, jupyterlab
 from tests.profiles import make_profile
 from workbench import outcomes
 from workbench.advisor import advise
 from workbench.budgets import Configuration, parse_compilation_config
 from workbench.costs import CostModel
+from workbench.errors import WorkbenchError
 from workbench.views.browser import find_chromium
 from workbench.views.subject import live
 from workbench.views.widgets import BudgetInstrument
@@ -97,6 +91,17 @@ def test_other_workloads(instrument: BudgetInstrument, tmp_path: Path) -> None:
     assert instrument.study.workload.items == 2
 
 
+def test_any_workload_from_the_start_is_whole_in_the_first_state(tmp_path: Path) -> None:
+    """A browser gets the widget's first state and later changes, but loses changes before plotly is loaded."""
+    one = BudgetInstrument("{(224, 224, 1): 1.0}", costs=MODEL)
+    assert one.file.value == "{(224, 224, 1): 1.0}"
+    state = one.figure.get_state()["_widget_data"]
+    assert [len(trace["x"]) for trace in state[:3]] == [6, 6, 20]
+    assert len(state[3]["x"]) == len(state[4]["x"]) == outcomes.TIME_BINS
+    with pytest.raises(WorkbenchError, match="no workload"):
+        BudgetInstrument(str(tmp_path / "none.csv"), costs=MODEL)
+
+
 @pytest.mark.parametrize(
     ("control", "value", "message"),
     [
@@ -128,82 +133,35 @@ def test_a_kernel_of_nbclient_is_not_live(monkeypatch: pytest.MonkeyPatch) -> No
 # In JupyterLab --------------------------------------------------------------------------------------------------------
 
 NOTEBOOK = ROOT / "notebooks" / "02_budget_sweep.ipynb"
-# The instrument's figure; the others are drawn from saved outputs.
-_FIGURE = "document.querySelector('.jupyter-widgets .js-plotly-plot')"
-_GRAPHS = f"Array.from({_FIGURE}?.data?.[0]?.x ?? [])"
+_GRAPHS = f"Array.from({FIGURE}?.data?.[0]?.x ?? [])"
 
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[str]:
     """The address of a JupyterLab with notebook 02, its outputs taken out."""
     pytest.importorskip("jupyterlab")
-    folder = tmp_path / "notebooks"
-    folder.mkdir()
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
-    nbformat.write(notebook, folder / NOTEBOOK.name)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    token = secrets.token_hex(8)
-    homes = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "HOME")
-    environment = os.environ | {name: str(tmp_path / name.lower()) for name in homes}
-    environment["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser",
-               "--ip=127.0.0.1", f"--port={port}", f"--IdentityProvider.token={token}",
-               "--LabApp.news_url=", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-               f"--ServerApp.root_dir={folder}"]  # fmt: skip
-    server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        _wait_for(f"http://127.0.0.1:{port}/api?token={token}")
-        yield f"http://127.0.0.1:{port}/lab/tree/{NOTEBOOK.name}?token={token}"
-    finally:
-        server.terminate()
-        server.wait(timeout=SECONDS)
-
-
-def _wait_for(address: str) -> None:
-    end = time.monotonic() + SECONDS
-    while time.monotonic() < end:
-        try:
-            urllib.request.urlopen(address).close()
-            return
-        except urllib.error.URLError:
-            time.sleep(0.2)
-    raise AssertionError("JupyterLab did not start")
-
-
-def _focus(page: Page, label: str, part: str) -> None:
-    """Put the focus on a control, found by its label."""
-    page.evaluate(
-        f"""(() => {{
-            const labels = [...document.querySelectorAll('.widget-label')];
-            const box = labels.find(one => one.textContent === {json.dumps(label)}).parentElement;
-            box.querySelector({json.dumps(part)}).focus();
-        }})()"""
-    )
+    with jupyterlab(tmp_path, NOTEBOOK.name, nbformat.read(NOTEBOOK, as_version=4)) as address:
+        yield address
 
 
 @pytest.mark.browser
 @pytest.mark.skipif(find_chromium() is None, reason="needs Chromium")
 def test_in_jupyterlab_a_slider_moves_the_figure(lab: str, tmp_path: Path) -> None:
     with opened(lab, tmp_path / "browser") as page:
-        page.wait("window.jupyterapp?.shell?.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'")
-        page.evaluate("window.jupyterapp.commands.execute('notebook:run-all-cells').then(() => true)")
+        page.wait(IDLE)
+        page.evaluate(RUN_ALL)
         page.wait(f"{_GRAPHS}.length === 6")
-        drawn = f"{_FIGURE}.querySelectorAll('.bars .point path').length"
+        drawn = f"{FIGURE}.querySelectorAll('.bars .point path').length"
         bars = page.wait(drawn)
 
-        _focus(page, "graphs", "[role=slider]")
+        focus(page, "graphs", "[role=slider]")
         page.press("ArrowLeft", 37)
         page.press("ArrowLeft", 37)
         page.wait(f"{_GRAPHS}.length === 4")
         assert page.evaluate(_GRAPHS) == ["512", "1,024", "2,048", "4,096"]
         assert page.wait(drawn) < bars
 
-        _focus(page, "budgets", "input")
+        focus(page, "budgets", "input")
         page.evaluate("document.activeElement.select()")
         page.write("700, 4096")
         page.press("Enter", 13)

@@ -216,7 +216,7 @@ def per_budget(tried: Outcome) -> pd.DataFrame:
 def _calls_with(plan: Plan, rows: npt.NDArray[np.bool_]) -> int:
     """Calls that have one of the batches; batches are in call order."""
     calls = plan.call[rows]
-    return int((np.diff(calls, prepend=-1) > 0).sum())
+    return int(np.count_nonzero(calls[1:] != calls[:-1])) + bool(calls.size)
 
 
 def fill_histogram(tried: Outcome) -> pd.DataFrame:

@@ -5,7 +5,7 @@
     if live():
         display(BudgetInstrument().box)
 
-The figure is one plotly `FigureWidget` whose traces are updated in place, which is the quickest way to redraw; it is
+The figure is a plotly `FigureWidget` whose traces are updated in place, which is the quickest way to redraw; it is
 made only when a person looks on, so it never reaches a saved notebook. Numbers come from `workbench.outcomes`.
 """
 
@@ -35,6 +35,9 @@ _SPACINGS = {"doubling": "doubling", "equal steps": "equal", "vLLM's own": "auto
 class BudgetInstrument:
     """A workload, a configuration, and what vLLM makes of both.
 
+    Args:
+        workload: a preset's name, or whatever else `load_workload` takes.
+
     Attributes:
         box: the widget to display.
         study: the workload that is shown, ready to be planned.
@@ -50,7 +53,10 @@ class BudgetInstrument:
         self._auto: outcomes.Outcome
         self._quiet = False
         self._make_controls(workload)
-        self.figure = _figure()
+        self.figure: go.Figure = _figure()
+        self._open()
+        # Only now a widget: changes that reach a browser before plotly is loaded there are lost.
+        self.figure = go.FigureWidget(self.figure)
         self.box = ipw.VBox(
             [
                 ipw.HBox([self.preset, self.file, self.per_call]),
@@ -61,15 +67,16 @@ class BudgetInstrument:
                 self.config,
             ]
         )
-        self._open()
 
     # --- controls
 
     def _make_controls(self, workload: str) -> None:
         wide = ipw.Layout(width="34em")
         presets = [name for name, preset in PRESETS.items() if self.facts.key in preset.models]
-        self.preset = ipw.Dropdown(options=presets, value=workload, description="workload")
-        self.file = ipw.Text(placeholder="or a file, a folder of images, {(224, 224, 1): 1.0}", layout=wide)
+        preset = workload if workload in presets else presets[0]
+        self.preset = ipw.Dropdown(options=presets, value=preset, description="workload")
+        given = "" if workload in presets else workload
+        self.file = ipw.Text(given, placeholder="or a file, a folder of images, {(224, 224, 1): 1.0}", layout=wide)
         self.file.continuous_update = False
         self.per_call = ipw.IntSlider(value=0, min=0, max=64, description="items a call")
         self.spacing = ipw.Dropdown(options=_SPACINGS, value="doubling", description="spacing")
@@ -185,10 +192,10 @@ def _sentence(tried: outcomes.Outcome, auto: outcomes.Outcome) -> str:
 _TOKENS, _PADDING, _FILL, _AUTO_CALLS, _CALLS, _MEMORY = range(6)  # positions of its traces
 
 
-def _figure() -> go.FigureWidget:
+def _figure() -> go.Figure:
     """Four panels without data; the order of their traces is that of the names above."""
     titles = ("million tokens by graph", "replays by fill", "calls at or below, ms", "capture memory by graph, MiB")
-    figure = go.FigureWidget(make_subplots(rows=2, cols=2, subplot_titles=titles, vertical_spacing=0.16))
+    figure = make_subplots(rows=2, cols=2, subplot_titles=titles, vertical_spacing=0.16)
     figure.add_bar(name="tokens", marker_color=theme.BLUE, row=1, col=1)
     figure.add_bar(name="padding", marker_color=theme.VERMILION, row=1, col=1)
     figure.add_bar(name="fill", marker_color=theme.BLUE, showlegend=False, row=1, col=2)
@@ -205,7 +212,7 @@ def _figure() -> go.FigureWidget:
     return figure
 
 
-def _update(figure: go.FigureWidget, tried: outcomes.Outcome, auto: outcomes.Outcome) -> None:
+def _update(figure: go.Figure, tried: outcomes.Outcome, auto: outcomes.Outcome) -> None:
     """Put an outcome into the figure, in one message to the browser."""
     graphs, fill, bill = outcomes.per_budget(tried), outcomes.fill_histogram(tried), outcomes.bill(tried)
     times = outcomes.latency([auto, tried])
