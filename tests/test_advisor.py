@@ -349,6 +349,9 @@ def test_frames_that_make_graphs_large_are_priced_or_refused_by_name() -> None:
     auto = study.candidate("vLLM auto", Configuration())
     assert auto.captured == (38_400,) * len(auto.budgets)
     assert "38,400 frames make the graph of budget 64 compute 38,400 tokens (D2)" in (auto.refused or "")
+    assert auto.capture_bytes is None
+    published = {one.name: one for one in study.baselines()}["pull request"]
+    assert (published.max_frames, published.captured) == (32, published.budgets)
     short = study.candidate("short", Configuration((64, 256), 1, 3))
     assert "3 of 3 replays have up to 4 frames and the graphs hold 3: vLLM's copy raises (D4)" in (short.refused or "")
     images = open_study(workload([[97]], "glm4_1v"), CostModel(make_profile(model="glm4_1v")))

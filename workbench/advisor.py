@@ -31,7 +31,7 @@ from workbench.lint import Finding, lint
 from workbench.models import ModelFacts, model_facts
 from workbench.planner import Arrangement, Plan, arrange, pack
 from workbench.progress import Progress, silent
-from workbench.published import PULL_REQUEST_BUDGETS, PULL_REQUEST_ITEMS
+from workbench.published import PULL_REQUEST_BUDGETS, PULL_REQUEST_FRAMES, PULL_REQUEST_ITEMS
 from workbench.search import Space, find
 from workbench.search_loops import Tables, distinct
 from workbench.shapes import captured_shapes
@@ -402,7 +402,8 @@ class Study(Setting):
     def priced(self, name: str, configuration: Configuration, plan: Plan) -> tuple[Candidate, CallCosts | None]:
         """Judge and price the configuration of `plan`; without costs of its calls where it cannot be priced."""
         judged = super().candidate(name, configuration, plan)
-        refused = judged.refused or self._unpriced(judged)
+        unpriced = self._unpriced(judged)
+        refused = judged.refused or unpriced
         prediction, objective, costs = None, None, None
         if refused is None:
             computed = self.computed(plan)
@@ -417,8 +418,8 @@ class Study(Setting):
             judged,
             prediction=prediction,
             objective_us=objective,
-            capture_bytes=_if_known(self.model.capture_bytes, judged.captured),
-            capture_seconds=_if_known(self.model.capture_seconds, judged.captured),
+            capture_bytes=None if unpriced else _if_known(self.model.capture_bytes, judged.captured),
+            capture_seconds=None if unpriced else _if_known(self.model.capture_seconds, judged.captured),
             refused=refused,
         )
         return candidate, costs
@@ -447,14 +448,15 @@ class Study(Setting):
         steps = np.linspace(0, top, graphs + 1)[1:].round().astype(int)
         linear = tuple(sorted({max(tables.low, int(step)) for step in steps}))
         powers = generate_budgets(tables.low, top)[:-1]
+        frames = PULL_REQUEST_FRAMES if self.workload.is_video.any() else None
         named = {
             "vLLM auto": Configuration(),
-            "pull request": Configuration(PULL_REQUEST_BUDGETS, PULL_REQUEST_ITEMS),
+            "pull request": Configuration(PULL_REQUEST_BUDGETS, PULL_REQUEST_ITEMS, frames),
             "powers of two": Configuration((*powers, top)),
             "equal steps": Configuration(linear),
         }
         if self.space.covers and largest > PULL_REQUEST_BUDGETS[-1]:
-            covering = Configuration((*PULL_REQUEST_BUDGETS, largest), PULL_REQUEST_ITEMS)
+            covering = Configuration((*PULL_REQUEST_BUDGETS, largest), PULL_REQUEST_ITEMS, frames)
             named[f"pull request and {largest}"] = covering
         return [self._baseline(name, configuration) for name, configuration in named.items()]
 

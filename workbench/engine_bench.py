@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -55,14 +55,14 @@ from workbench.models import ModelFacts, model_facts
 from workbench.planner import plan
 from workbench.presets import PRESETS, Preset
 from workbench.progress import Progress, silent
+from workbench.published import PULL_REQUEST_BUDGETS, PULL_REQUEST_FRAMES, PULL_REQUEST_ITEMS
 from workbench.random_mm import modality
 from workbench.run import RECORDINGS, Environment, Record
 
 SCHEMA_VERSION = 1
 RESULT_FILE = "summary.json"
 EAGER = "eager"
-# vLLM pull requests 45254 and 40576 (GLM-4.1V's sets frames as well).
-PULL_REQUEST = Configuration((128, 256, 512, 1024, 1536, 2048), 4)
+PULL_REQUEST = Configuration(PULL_REQUEST_BUDGETS, PULL_REQUEST_ITEMS)
 PULL_REQUEST_MODEL_LEN = 4096
 MODEL_LEN = 16_384
 BATCHED_TOKENS = 16_384  # vLLM's default for `LLM` on a GPU of 70 to 160 GiB
@@ -146,6 +146,12 @@ class Setting:
         """`--limit-mm-per-prompt`. The benchmark's own random-mm limit does not set the server's."""
         limit = dict(self.preset.recipe.limit)
         return limit if self.video_limit is None else limit | {"video": self.video_limit}
+
+    @property
+    def published(self) -> Configuration:
+        """The pull requests' configuration: for videos with GLM-4.1V's frames."""
+        videos = any(modality(bucket) == "video" for bucket in self.preset.recipe.buckets)
+        return replace(PULL_REQUEST, max_frames=PULL_REQUEST_FRAMES) if videos else PULL_REQUEST
 
     @property
     def limits(self) -> Limits:

@@ -10,6 +10,7 @@ from workbench.models import Modality
 # The configuration that vLLM pull requests 45254 (ERNIE-4.5-VL) and 40576 (GLM-4.1V) benchmark.
 PULL_REQUEST_BUDGETS = (128, 256, 512, 1024, 1536, 2048)
 PULL_REQUEST_ITEMS = 4
+PULL_REQUEST_FRAMES = 32  # of the second alone, whose model takes videos
 
 
 @dataclass(frozen=True)
