@@ -136,6 +136,18 @@ def test_analyze_shows_ranks_side_by_side(tmp_path: Path) -> None:
     assert "40.0" in text
 
 
+def test_analyze_of_traces_of_no_ranks_says_nothing_about_ranks(tmp_path: Path) -> None:
+    paths = []
+    for name, rank in (("a", None), ("b", None), ("c", 0)):
+        made = Kineto(rank=rank)
+        made.kernel(0, US, US, ALL_REDUCE)
+        paths.append(str(made.write(tmp_path / f"{name}.json")))
+    for chosen in (paths[:2], [paths[2], paths[2]]):
+        shown = json.loads(analyzed("--json", *chosen))
+        assert "ranks" not in shown
+        assert shown["warnings"] == []
+
+
 def test_analyze_of_ranks_that_share_nothing_warns(tmp_path: Path) -> None:
     paths = []
     for rank in (0, 1):

@@ -135,8 +135,12 @@ def join_ranks(traces: Sequence[Trace], window: str | None = None) -> Ranks:
 
 
 def join_or_doubt(traces: Sequence[Trace], window: str | None = None) -> tuple[Ranks | None, list[str]]:
-    """`join_ranks` for traces that need not be of one run: None and the reason where they do not join."""
-    if len(traces) < 2:
+    """`join_ranks` for traces that need not be of one run: None and the reason where they do not join.
+
+    Traces that do not say that they are of several ranks are left apart without a word.
+    """
+    ranks = {trace.info.rank for trace in traces}
+    if len(ranks) < 2 or len(ranks) < len(traces) or None in ranks:
         return None, []
     try:
         return join_ranks(traces, window), []
