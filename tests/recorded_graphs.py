@@ -211,10 +211,11 @@ def recording_manager() -> type[Any]:
     return RecordingManager
 
 
-class _Poison:
-    """Fills the memory of all graphs of a manager with NaN, except what the manager itself reads and writes."""
+class _Filling:
+    """Fills the memory of all graphs of a manager, except what the manager itself reads and writes."""
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: Any, value: float) -> None:
+        self._value = value
         graphs = manager.budget_graphs["default"].values()
         self._memory = [
             memory
@@ -226,7 +227,7 @@ class _Poison:
     @torch.inference_mode()
     def replay(self) -> None:
         for memory in self._memory:
-            memory.fill_(float("nan"))
+            memory.fill_(self._value)
 
 
 @contextmanager
@@ -244,7 +245,9 @@ def recorded_lab(model: str, configuration: Configuration) -> Iterator[Lab]:
         manager = recording_manager()
         stack.callback(setattr, static_replay, "StaticReplayManager", static_replay.StaticReplayManager)
         static_replay.StaticReplayManager = manager  # type: ignore[misc]
-        stack.enter_context(wrapped(scenarios, "pool_poison", lambda _original: lambda lab: _Poison(lab.manager)))
+        stack.enter_context(
+            wrapped(scenarios, "pool_filling", lambda _original: lambda lab, value: _Filling(lab.manager, value))
+        )
         stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
