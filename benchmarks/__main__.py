@@ -44,10 +44,9 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "widgets": ("benchmarks.widgets",),
     "ledger": ("benchmarks.ledger",),
 }
-# Peers are left out: at ten million events each needs more than 12 GB, and HolisticTraceAnalysis some ten minutes.
 FULL: dict[str, tuple[str, ...]] = {
     "trace_reader_full": (
-        *("benchmarks.trace_reader", "--events", "10000000", "--readers", "workbench", "--folder", str(DATA)),
+        *("benchmarks.trace_reader", "--events", "10000000", "--peers", str(PEERS), "--folder", str(DATA)),
     ),
     "sweep_full": ("benchmarks.sweep", "--items", "10000000", "--configurations", "500"),
     "advisor_full": ("benchmarks.advisor", "--items", "10000000", "--per-call", "1"),

@@ -1,27 +1,33 @@
-"""results.json as Markdown: one table per benchmark, for README. Formats, computes nothing but units and ratios."""
+"""results.json as Markdown: headlines, for README, and one table per benchmark. Formats; computes units and ratios."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 Result = dict[str, Any]
 MIB = 2**20
+DETAILS = "## All of it"  # README quotes what stands above
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; numbers stand to the right."""
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
+    """Return a Markdown table; with `numbers`, all columns but the first stand to the right."""
+    lines = [heads, ["---", *["---:" if numbers else "---"] * (len(heads) - 1)], *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def markdown(results: Result) -> str:
-    """Return all tables, each with the machine's load when it was measured."""
+    """Return the headlines, then all tables, each with the machine's load when it was measured."""
     facts = results["machine"]
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
     gpus = ", ".join(facts["gpus"]) or "no GPU"
+    done = {name: entry["result"] for name, entry in results["benchmarks"].items()}
+    rows = [row for name, headline in HEADLINES.items() if name in done for row in headline(done[name])]
     lines = [
         f"Made by `make bench` on {facts['cpu']}, {facts['cores']} cores, {facts['memory_bytes'] / 2**30:.0f} GiB, "
-        f"{gpus}; Python {facts['python']}, {packages}. CPU seconds are those of all threads; wall times also hold "
-        "what other work on the machine took, so each table names the load average at its start.\n"
+        f"{gpus}.\n",
+        table(("what", "measured"), rows, numbers=False),
+        f"{DETAILS}\n",
+        f"Python {facts['python']}, {packages}. CPU seconds are those of all threads; wall times also hold what other "
+        "work on the machine took, so each table names the load average at its start.\n",
     ]
     for name, entry in results["benchmarks"].items():
         title, body = SECTIONS[name](entry["result"])
@@ -29,13 +35,108 @@ def markdown(results: Result) -> str:
     return "\n".join(lines)
 
 
+# Headlines ------------------------------------------------------------------------------------------------------------
+
+Rows = list[tuple[str, str]]
+
+
+def _startup_headline(result: Result) -> Rows:
+    limited = [row for row in result["rows"] if row["limit_s"] is not None]
+    return [(f"{row['what']}, in a new process", f"{row['wall_s']:.2f} s (limit {row['limit_s']})") for row in limited]
+
+
+def _trace_headline(result: Result) -> Rows:
+    ours = next(row for row in result["rows"] if row["reader"] == "workbench")
+    told = (
+        f"{ours['table_cpu_s']:.1f} CPU s to the first table, {ours['events_per_cpu_s_table'] / 1e6:.1f} million "
+        f"events a CPU second, {ours['peak_bytes'] / 1e9:.2f} GB at most"
+    )
+    rows = [(f"trace of {result['events'] / 1e6:.0f} million events, {result['bytes'] / 1e9:.2f} GB", told)]
+    if found := result["comparison"]:
+        told = (
+            f"{found['cpu_rate_over_hta']:.0f} times its rate by CPU time, {1 / found['memory_under_hta']:.2f} of its "
+            f"memory; it loses {found['busy_lost_by_hta']:.0%} of the busy time by cutting to whole microseconds"
+        )
+        rows.append(("the same file, against HolisticTraceAnalysis", told))
+    return rows
+
+
+def _planner_headline(result: Result) -> Rows:
+    ratios = [row["ledger_over_vllm"] for row in result["rows"]]
+    return [
+        ("planner, against vLLM's own packing loop", f"{min(ratios):.0f} to {max(ratios):.0f} times its items a second")
+    ]
+
+
+def _sweep_headline(result: Result) -> Rows:
+    work, least = result["items"] * result["configurations"], min(row["cpu_s"] for row in result["rows"])
+    title = f"{result['items'] / 1e6:.0f} million items under {result['configurations']} configurations"
+    return [(title, f"{least:.1f} CPU s, {work / least / 1e6:.0f} million items a CPU second")]
+
+
+def _advisor_headline(result: Result) -> Rows:
+    taken = [row["cpu_seconds"] for row in result["rows"]]
+    return [(f"advice on {result['items']:,} items", f"{min(taken):.1f} to {max(taken):.1f} CPU s an answer")]
+
+
+def _figures_headline(result: Result) -> Rows:
+    return [
+        (
+            f"timeline of {result['spans']:,} spans as HTML",
+            f"{result['cpu_s']:.1f} CPU s, {result['html_bytes'] / 1e6:.1f} MB",
+        )
+    ]
+
+
+def _widgets_headline(result: Result) -> Rows:
+    told = [row for row in result["rows"] if "median_ms" in row]
+    title = f"budget widgets on {result['items'] / 1e6:.0f} million items"
+    return [
+        (
+            f"{title}, {row['what']}",
+            f"new figure {row['median_ms']:.0f} ms after a slider's move (median; limit {result['limit_ms']:.0f})",
+        )
+        for row in told[:1]
+    ]
+
+
+def _ledger_headline(result: Result) -> Rows:
+    first = result["rows"][0]
+    return [
+        (
+            "ledger plugin in a live server",
+            f"{first['overhead_us']:.0f} us of CPU time a call of {first['items']} image",
+        )
+    ]
+
+
+HEADLINES: dict[str, Callable[[Result], Rows]] = {
+    "startup": _startup_headline,
+    "trace_reader": _trace_headline,
+    "trace_reader_full": _trace_headline,
+    "planner": _planner_headline,
+    "sweep_full": _sweep_headline,
+    "advisor": _advisor_headline,
+    "figures": _figures_headline,
+    "widgets": _widgets_headline,
+    "ledger": _ledger_headline,
+}
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
 def startup(result: Result) -> tuple[str, str]:
     """A new process each."""
     rows = [
-        (row["what"], f"{row['wall_s']:.2f}", f"{row['cpu_s']:.2f}", f"{row['limit_s'] or ''}")
+        (
+            row["what"],
+            *(f"{row[name]:.2f}" for name in ("wall_s", "median_s", "cpu_s")),
+            "" if row["limit_s"] is None else f"{row['limit_s']}",
+        )
         for row in result["rows"]
     ]
-    return "Start-up", table(("a new Python process", "wall s", "CPU s", "limit, s"), rows)
+    return "Start-up", table(("a new Python process", "least wall s", "median wall s", "least CPU s", "limit, s"), rows)
 
 
 def trace_reader(result: Result) -> tuple[str, str]:

@@ -4,7 +4,8 @@ A recorded trace (or a synthetic one) is repeated, each copy later and under new
 has the wanted number of events. Every reader then runs in a process of its own, alone, from the
 file on disk (in the page cache) to the table a first figure needs: busy and idle time of the whole
 span. Seconds count from after the imports; memory is the process's largest resident size, imports
-included, with what they took beside it.
+included, with what they took beside it. A reader that needs more than is available when it begins, less
+2 GiB, or longer than 15 minutes, is ended, and its row says so.
 
 Not measured: imports, the one-time compilation of the workbench's scanner (done before), drawing.
 
@@ -20,6 +21,7 @@ import json
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,7 +40,7 @@ EVENTS = 1_000_000
 RECORDINGS = Path(__file__).parents[1] / "workbench" / "recordings"
 RECORDED_EAGER = "*-224/traces/eager_*.json.gz"  # the pull request's workload: one 224 x 224 image a call
 TIME_LIMIT_S = 900
-MEMORY_SHARE = 0.85  # of the machine's, for one reader
+SPARED_BYTES = 2 * 2**30  # of the memory that is available, left to whatever else runs
 # HTA 0.5.0 stores wide numbers into narrow columns, which pandas 3 refuses.
 PEERS = ("HolisticTraceAnalysis==0.5.*", "pandas<3", "perfetto")
 KEPT = re.compile(
@@ -124,9 +126,15 @@ def scale(text: str, wanted: int, path: Path) -> Scaled:
 
 def run_reader(reader: str, paths: Sequence[Path], python: str = sys.executable) -> dict[str, Any]:
     """Run one reader in a process of its own with a limit on its memory and time."""
-    limit_bytes = int(MEMORY_SHARE * _memory_bytes())
+    limit_bytes = _available_bytes() - SPARED_BYTES
+    limit = f"{limit_bytes / 2**30:.1f} GiB"
     script = Path(__file__).with_name("readers.py")
     command = [python, *(["-m", "benchmarks.readers"] if python == sys.executable else [str(script)])]
+
+    def confine() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+        Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out all the same, this process goes
+
     try:
         done = subprocess.run(
             [*command, reader, *map(str, paths)],
@@ -135,7 +143,7 @@ def run_reader(reader: str, paths: Sequence[Path], python: str = sys.executable)
             timeout=TIME_LIMIT_S,
             check=False,
             cwd=script.parents[1],
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes)),
+            preexec_fn=confine,
         )
     except subprocess.TimeoutExpired:
         return {"failed": f"not done after {TIME_LIMIT_S} s"}
@@ -143,7 +151,11 @@ def run_reader(reader: str, paths: Sequence[Path], python: str = sys.executable)
     try:
         result: dict[str, Any] = json.loads(lines[-1])
     except (IndexError, ValueError):
+        if "MemoryError" in done.stderr or done.returncode in (-signal.SIGKILL, -signal.SIGABRT):
+            return {"failed": f"more memory than the {limit} it was given"}
         return {"failed": f"exit code {done.returncode}: {done.stderr.strip()[-200:]}"}
+    if "emory" in result.get("failed", ""):
+        result["failed"] = f"more memory than the {limit} it was given"
     return result
 
 
@@ -223,9 +235,9 @@ def write_small(text: str, folder: Path) -> Path:
     return path
 
 
-def _memory_bytes() -> int:
-    line = Path("/proc/meminfo").read_text().splitlines()[0]
-    return int(line.split()[1]) * 1024
+def _available_bytes() -> int:
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -7,7 +7,7 @@ A region lies between `<!-- generated: NAME -->` and `<!-- end -->`. No number o
 
     notebooks   title of each notebook and the sentence that says what it is for
     measured    the recordings' timings
-    benchmarks  benchmarks/results.md, which `make bench` writes
+    benchmarks  the first part of benchmarks/results.md, which `make bench` writes
     faults      the first part of docs/faults.md, which `make faults` writes
 """
 
@@ -85,9 +85,11 @@ def measured(root: Path) -> str:
 
 
 def benchmarks(root: Path) -> str:
-    """Return benchmarks/results.md."""
+    """Return the headlines of benchmarks/results.md: what stands above its second heading."""
     path = root / "benchmarks" / "results.md"
-    return path.read_text("utf-8") if path.is_file() else "`make bench` has not been run yet.\n"
+    if not path.is_file():
+        return "`make bench` has not been run yet.\n"
+    return path.read_text("utf-8").partition("\n## ")[0]
 
 
 def faults(root: Path) -> str:
