@@ -52,6 +52,7 @@ def test_shared_calls_give_the_bits_of_one_rank(folder: Path) -> None:
     run = msgspec.json.decode((folder / parallel.RESULT_FILE).read_bytes(), type=ParallelRun)
     assert [rank.rank for rank in run.ranks] == [0, 1]
     assert len({rank.model.weights_fingerprint for rank in run.ranks}) == 1
+    assert agrees(run)
     for rank in run.ranks:
         assert all(share.equal and share.max_abs == 0 for share in rank.calls)
         assert all(len(samples) == 1 for share in rank.calls for samples in share.wall_us.values())

@@ -48,7 +48,7 @@ RESULT_FILE = "parallel.json"
 Grid = tuple[int, int, int]
 ParallelArm = Literal["graph_ranks", "graph_one", "eager_ranks", "eager_one"]
 ARMS: tuple[ParallelArm, ...] = ("graph_ranks", "graph_one", "eager_ranks", "eager_one")
-# Relative RMS up to which ranks that share weights agree with one GPU: several times what rounding does to a whole
+# Relative RMS up to which ranks agree with one GPU: several times what rounding does to a whole
 # encoder with dummy weights (0.02 to 0.04 in bf16), a quarter of what a missing layer does; see encoder/weights.py.
 _ROUNDING = {"bfloat16": 0.1, "float16": 0.1, "float32": 1e-3}
 _SETTLE_SECONDS = 2.0  # after one rank has failed, until the others are ended
@@ -172,11 +172,13 @@ def balance(run: ParallelRun) -> list[Balance]:
 
 
 def agrees(run: ParallelRun) -> bool:
-    """Whether the ranks give what one GPU gives: its bits, or with shared weights its values up to rounding."""
-    shares = [share for rank in run.ranks for share in rank.calls]
-    if run.tp_mode == "data":
-        return all(share.equal for share in shares)
+    """Whether the ranks give what one GPU gives, up to rounding.
+
+    Shared weights round their partial sums, and a share of the items may replay another budget than the whole call,
+    with other kernels.
+    """
     most = _ROUNDING[run.ranks[0].model.dtype]
+    shares = [share for rank in run.ranks for share in rank.calls]
     return all(rms is not None and rms <= most for share in shares for rms in (share.relative_rms, share.eager_rms))
 
 
