@@ -93,6 +93,7 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
         ("{}", [], "not a Kineto trace"),
         ('[{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1, "dur": 1}]', [], "no GPU work"),
         ('{"traceEvents": [{"ph": "X", "cat"', [], "cut off"),
+        ('[{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1, "dur": 1}, {"ph"', [], "cut off before its first GPU"),
         (None, ["--window", "nothing*"], "'eager#0', 'graph#0'"),
     ],
 )

@@ -348,6 +348,18 @@ def test_kernels_added_removed_moved_and_slower(tmp_path: Path) -> None:
     assert metrics["graph.launches"].base == 1
 
 
+def test_a_trace_that_was_cut_off_is_not_counted(tmp_path: Path) -> None:
+    whole, cut = (write_traced(tmp_path / name, list(KERNELS * 4)) for name in ("whole", "cut"))
+    trace = cut / "traces" / "graph.json.gz"
+    trace.write_bytes(trace.read_bytes()[:-200])
+    (pair,) = compare_files(cut, whole).pairs
+    assert not pair.kernels
+    assert any("that of base is cut off" in note for note in pair.notes)
+    create([cut], tmp_path / "cut.wbz")  # its copy in a bundle is cut off, too
+    (pair,) = compare_files(whole, tmp_path / "cut.wbz").pairs
+    assert any("that of head is cut off" in note for note in pair.notes)
+
+
 def write_traced(folder: Path, kernels: list[str], **options: Any) -> Path:
     trace = TraceFile(
         file="traces/graph.json.gz", arm="graph", activities=["cuda", "ranges"], repeats=2, window="encoder.graph"

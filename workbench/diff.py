@@ -494,6 +494,10 @@ def _compare_traces(draft: _Draft, base: Run, head: Run) -> None:
         except WorkbenchError as error:
             draft.notes.append(f"{arm}: its traces are not compared: {error}")
             continue
+        if cut := [name for name, side in zip(("base", "head"), sides, strict=True) if side.cut]:
+            # Events are missing, of any window: counts per call would be too low.
+            draft.notes.append(f"{arm}: its traces are not compared: that of {' and '.join(cut)} is cut off")
+            continue
         draft.metrics += _trace_metrics(arm, sides[0], sides[1])
         draft.kernels += _kernel_diffs(arm, _renamed(sides[0], calls), sides[1])
 
@@ -518,6 +522,7 @@ class _Operations(Record, frozen=True):
     counts: dict[str, float]
     spans_us: dict[str, float]
     warnings: list[str] = []
+    cut: bool = False
 
 
 def _operations(content: Content, file: str, window: str) -> _Operations:
@@ -545,6 +550,7 @@ def _operations(content: Content, file: str, window: str) -> _Operations:
         counts={key: getattr(total, key) / times for key in _MEASURED},
         spans_us={key: getattr(total, f"{key}_us") / times for key in _SPANS},
         warnings=analysis.warnings,
+        cut=trace.cut,
     )
 
 

@@ -228,11 +228,16 @@ def traced(
         call: whose windows are analysed; None: those of all calls.
 
     Raises:
-        WorkbenchError: the run has no such trace, or the trace no such call.
+        WorkbenchError: the run has no such trace, the trace no such call, or its file is cut off.
     """
     for record in subject.run.traces:
         if record.arm == arm and activities in record.activities:
             trace = read_trace(subject.folder / record.file)
+            if trace.cut:
+                raise WorkbenchError(
+                    f"{record.file} of run {subject.run.name} is cut off before its end, so its counts would be too "
+                    "low; copy the run again from where it was made"
+                )
             pattern = f"{record.window}#{'*' if call is None else call}"
             return Traced(arm, tuple(record.activities), trace, analyze(trace, pattern))
     raise WorkbenchError(

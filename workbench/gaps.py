@@ -149,6 +149,10 @@ def analyze(trace: Trace, window: str | None = None) -> Analysis:
         WorkbenchError: the trace has no GPU op, or nothing matches `window`.
     """
     joined = launches(trace)
+    if joined.ops.size == 0 and trace.cut:
+        raise WorkbenchError(
+            f"{trace.source} is cut off before its first GPU work; copy it again from where it was made"
+        )
     if joined.ops.size == 0:
         raise WorkbenchError(
             f"{trace.source} has no GPU work (kernels, copies, memsets), so it has no busy or idle time; "

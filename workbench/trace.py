@@ -116,6 +116,7 @@ class Trace:
         bytes: size of a memcpy or memset.
         dropped: complete events not kept, by category.
         warnings: sentences a person should read with any number from this trace.
+        cut: the file ends early, so that events are missing.
     """
 
     source: str
@@ -136,6 +137,7 @@ class Trace:
     info: TraceInfo
     dropped: dict[str, int]
     warnings: list[str]
+    cut: bool = False
 
     def __len__(self) -> int:
         return int(self.start_ns.size)
@@ -521,7 +523,11 @@ class _Reader:
                 if self.seen[category] and not self.keep[category]
             },
             warnings=self.warnings,
+            cut=self._is_cut(whole),
         )
+
+    def _is_cut(self, whole: bool) -> bool:
+        return not whole or self.pieces.cut
 
     def _check(self, whole: bool, kept: int) -> None:
         """Refuse what holds no Kineto event; warn of what was cut or odd."""
@@ -532,7 +538,7 @@ class _Reader:
                 )
             lacking = "events of Kineto's categories" if self.found_events else 'array "traceEvents"'
             raise WorkbenchError(f"{self.path} is JSON but not a Kineto trace: it has no {lacking}; {_MAKE_ONE}")
-        if not whole or self.pieces.cut:
+        if self._is_cut(whole):
             self.warnings.append(f"{self.source}: the file is cut off before its end; {kept:,} whole events were kept")
         odd = int(self.state[self.scan.State.ODD])
         if odd:
