@@ -1,5 +1,6 @@
 """The tables of notebook 01, on the shipped H200 recordings and on planted cases."""
 
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -57,6 +58,15 @@ def test_parts_of_a_call_add_up(arms: list[Traced]) -> None:
     table = explain.where_time_goes(arms)
     parts = [column for column in table if str(column).endswith(" us") and column != "window us"]
     assert table[parts].sum(axis=1).to_numpy() == pytest.approx(table["window us"].to_numpy(), abs=1e-6)
+
+
+def test_a_trace_that_is_cut_off_is_not_explained(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(recording_folder(RECORDING), folder)
+    trace = folder / "traces" / "graph.ranges+cuda.json.gz"
+    trace.write_bytes(trace.read_bytes()[:-2000])
+    with pytest.raises(WorkbenchError, match="cut off before its end"):
+        explain.traced(explain.open_subject(folder), "graph")
 
 
 def test_failed_arms_are_listed_with_their_cause() -> None:
