@@ -207,3 +207,22 @@ def test_the_shipped_profile_is_of_an_h200() -> None:
     model = CostModel(profile)
     assert int(model.replay.budgets[-1]) >= 6177  # the largest image of ERNIE-4.5-VL
     assert (np.diff(model.replay.base) > -0.05 * model.replay.base[:-1]).all()
+
+
+def test_an_eager_call_is_bound_by_its_launches_or_by_the_gpu() -> None:
+    smallest = min(point.tokens for point in MODEL.profile.eager if point.arm == "eager_served")
+    launches = MODEL.eager_us([smallest], "eager_served")[0] + 9 * MODEL.host.item_us
+    assert MODEL.served_us([40], [10 * 16.0**2], [10])[0] == pytest.approx(launches)
+    rows, squares = 4096.0, 16384.0**2
+    work = MODEL.replay.time_us(rows, squares) + MODEL.tail_us(rows)
+    assert work > launches
+    assert MODEL.served_us([rows], [squares], [10])[0] == pytest.approx(work)
+    # Beyond the largest budget more tokens cost more.
+    beyond = MODEL.served_us([2 * rows, 3 * rows], [squares, squares], [10, 10])
+    assert work < beyond[0] < beyond[1]
+
+
+def test_an_eager_call_without_eager_times_is_refused() -> None:
+    without = CostModel(msgspec.structs.replace(MODEL.profile, eager=[]))
+    with pytest.raises(WorkbenchError, match="no eager times"):
+        without.served_us([64], [1.0], [1])

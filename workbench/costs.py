@@ -318,6 +318,26 @@ class CostModel:
             raise WorkbenchError("the cost profile has no eager times, so fallbacks cannot be priced; calibrate again")
         return _extended(np.asarray(tokens, dtype=np.float64), known, values)
 
+    def served_us(self, tokens: npt.ArrayLike, squares: npt.ArrayLike, items: npt.ArrayLike) -> Floats:
+        """Wall microseconds of calls that run eagerly as served (arrays broadcast): launches or GPU work, whichever is
+        longer.
+
+        Launches are those of the smallest item that was measured, and `item_us` for each further item. GPU work is a
+        replay's without padding, and what follows it; beyond the largest budget its base goes on with its last slope.
+
+        Args:
+            tokens, squares, items: of each call; squares of sequence lengths in patches.
+
+        Raises:
+            WorkbenchError: the profile measured no eager item.
+        """
+        rows = np.asarray(tokens, dtype=np.float64)
+        known, _ = self._eager["eager_served"]
+        launches = self.eager_us(known[:1], "eager_served") + self.host.item_us * (np.asarray(items, float) - 1)
+        base = _extended(rows, self.replay.budgets.astype(np.float64), self.replay.base)
+        slope = np.interp(rows, self.replay.budgets, self.replay.slope)
+        return np.maximum(launches, base + slope * np.asarray(squares, dtype=np.float64) + self.tail_us(rows))
+
     def batch_us(
         self, budget: npt.ArrayLike, items: npt.ArrayLike, tokens: npt.ArrayLike, squares: npt.ArrayLike
     ) -> Floats:

@@ -52,7 +52,7 @@ from workbench.ledger import (
 )
 from workbench.lint import lint
 from workbench.models import ModelFacts, model_facts
-from workbench.planner import plan
+from workbench.planner import PATCHES_PER_TOKEN, plan
 from workbench.presets import PRESETS, Preset
 from workbench.progress import Progress, silent
 from workbench.published import PULL_REQUEST_BUDGETS, PULL_REQUEST_FRAMES, PULL_REQUEST_ITEMS
@@ -584,9 +584,6 @@ def price(
 ) -> tuple[float, float]:
     """Return microseconds per request for the ledger's calls, and for a call of its median image alone.
 
-    An eager call is priced as one item of the call's tokens: its attention is a little dearer so, its launches are the
-    same.
-
     Raises:
         WorkbenchError: an item or budget that the profile cannot price; an item above the largest budget of a model
             whose fallback fails.
@@ -594,7 +591,10 @@ def price(
     calls = to_workload(ledger, setting.facts)
     median = int(np.sort(calls.tokens)[len(calls.tokens) // 2])
     if configuration is None:
-        wall = model.eager_us(np.add.reduceat(calls.tokens, calls.offsets[:-1]), "eager_served")
+        patches = (PATCHES_PER_TOKEN * calls.tokens).astype(np.float64)
+        squares = patches**2 / calls.grids[:, 0]  # a frame is a sequence
+        tokens, squares = (np.add.reduceat(each, calls.offsets[:-1]) for each in (calls.tokens, squares))
+        wall = model.served_us(tokens, squares, np.diff(calls.offsets))
         alone = model.eager_us([median], "eager_served")
     else:
         resolved = resolve(configuration, setting.limits)
@@ -620,9 +620,28 @@ def read_bench(folder: Path) -> EngineBench:
     return read_json(path, EngineBench)
 
 
-def recorded(model: str) -> list[EngineBench]:
-    """Return the shipped measurements of `model` in the whole engine, by workload."""
-    return [read_bench(path.parent) for path in sorted(RECORDINGS.glob(f"served_{model}-*/{RESULT_FILE}"))]
+def recorded(model: str, profile: CostModel | None = None) -> list[EngineBench]:
+    """Return the shipped measurements of `model` in the whole engine, by workload.
+
+    Args:
+        profile: price the ledgers' calls by this one instead of the one that was there at the measurement.
+    """
+    found = []
+    for path in sorted(RECORDINGS.glob(f"served_{model}-*/{RESULT_FILE}")):
+        bench = read_bench(path.parent)
+        runs = bench.runs if profile is None else [_repriced(run, path.parent, bench, profile) for run in bench.runs]
+        found.append(msgspec.structs.replace(bench, runs=runs))
+    return found
+
+
+def _repriced(run: ArmRun, folder: Path, bench: EngineBench, profile: CostModel) -> ArmRun:
+    if run.error is not None:
+        return run
+    setting = Setting(model=bench.model, workload=bench.workload, prompts=bench.prompts, full=bench.full)
+    ledger, _ = without_warmup(read_ledger(_ledger(folder, run.number, run.arm)), setting)
+    asked = None if run.budgets is None else Configuration(tuple(run.budgets), run.max_items or 0, run.max_frames)
+    predicted, alone = price(profile, ledger, asked, setting)
+    return msgspec.structs.replace(run, predicted_us=predicted, alone_us=alone)
 
 
 def arms_table(benches: Iterable[EngineBench]) -> list[dict[str, Any]]:
