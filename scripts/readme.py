@@ -6,6 +6,7 @@
 A region lies between `<!-- generated: NAME -->` and `<!-- end -->`. No number of README is typed by hand:
 
     notebooks   title of each notebook and the sentence that says what it is for
+    found       headlines of the variants, the costs and the engine, from the recordings
     measured    the recordings' timings
     benchmarks  the first part of benchmarks/results.md, which `make bench` writes
     faults      the first part of docs/faults.md, which `make faults` writes
@@ -17,7 +18,12 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 
+from workbench.capturable import ALL, GRAPH, SERVED, read_ladder
+from workbench.comparison import check, read_comparisons
+from workbench.costs import CostModel, read_profile
+from workbench.engine_bench import arms_table, read_bench
 from workbench.models import model_facts
 from workbench.parity import DETAILS
 from workbench.run import RUN_FILE, Arm, Run, read_run
@@ -84,6 +90,53 @@ def measured(root: Path) -> str:
     return table(heads, rows)
 
 
+def found(root: Path) -> str:
+    """Return one row per question: what the recordings answer, and the section that shows it."""
+    folder = root / "workbench" / "recordings"
+    rows = [*_of_variants(folder / "variants_ernie45_vl"), *_of_costs(folder / "costs_h200_ernie45_vl")]
+    rows += [_of_engine(path) for path in sorted(folder.glob("served_ernie45_vl-*"))]
+    return table(("question", "measured", "shown in"), rows) if rows else "No recording answers it yet.\n"
+
+
+def _of_variants(folder: Path) -> list[tuple[str, str, str]]:
+    if not folder.is_dir():
+        return []
+    ladder = read_ladder(folder)
+    rows = []
+    for case in ladder.cases:
+        means = {column.name: summary(column.wall_us).mean / 1e3 for column in case.columns if column.wall_us}
+        before, after, served = means.get(GRAPH), means.get(ALL), means.get(SERVED)
+        if before and after and served and len(case.grids) == 1:
+            text = f"vLLM's graph {before:.2f} ms, the variants' {after:.2f} ms: {before / after:.2f}x; "
+            text += f"eager as served {served:.1f} ms, {served / after:.1f}x"
+            rows.append((f"what better graphs win, {case.name}", text, "notebook 01, section 12"))
+    return rows
+
+
+def _of_costs(folder: Path) -> list[tuple[str, str, str]]:
+    if not folder.is_dir():
+        return []
+    model = CostModel(read_profile(folder / "profile.json"))
+    off = [abs(row.error) for row in check(model, read_comparisons(folder / "heldout.json"), replays_only=True)]
+    text = f"{median(off):.1%} off in the median, {max(off):.1%} at worst, "
+    text += f"over {len(off)} pairs of configuration and workload"
+    rows = [("are predictions right", text, "notebook 02, section 10")]
+    for comparison in read_comparisons(folder / "validation.json").comparisons:
+        means = {
+            timing.name: summary([x for call in timing.calls for x in call.wall_us]).mean / 1e3
+            for timing in comparison.configurations
+        }
+        text = ", ".join(f"{name} {value:.2f} ms" for name, value in means.items()) + " a call"
+        rows.append((f"what advised budgets win, {comparison.workload}", text, "notebook 02, section 10"))
+    return rows
+
+
+def _of_engine(folder: Path) -> tuple[str, str, str]:
+    bench = read_bench(folder)
+    text = ", ".join(f"{row['arm']} {row['mean ms']:.2f} ms" for row in arms_table([bench])) + " a request"
+    return f"and in the whole engine, {bench.workload}", text, "notebook 02, section 10"
+
+
 def benchmarks(root: Path) -> str:
     """Return the headlines of benchmarks/results.md: what stands above its second heading."""
     path = root / "benchmarks" / "results.md"
@@ -102,6 +155,7 @@ def faults(root: Path) -> str:
 
 REGIONS: dict[str, Callable[[Path], str]] = {
     "notebooks": notebooks,
+    "found": found,
     "measured": measured,
     "benchmarks": benchmarks,
     "faults": faults,

@@ -54,6 +54,20 @@ def test_an_arm_that_did_not_run_has_no_number(readme: ModuleType, tmp_path: Pat
     assert "| not run |" in readme.measured(tmp_path)
 
 
+def test_headlines_are_the_recordings_own(readme: ModuleType, tmp_path: Path) -> None:
+    assert "No recording" in readme.found(tmp_path)
+    told = readme.found(ROOT)
+    folder = ROOT / "workbench" / "recordings"
+    summary = json.loads((folder / "served_ernie45_vl-mixed" / "summary.json").read_text())
+    for run in summary["runs"]:
+        mean = next(m["mean"] for m in run["vllm"]["measures"] if m["name"] == "encoder_forward")
+        assert f"{run['arm']} {mean / 1e3:.2f} ms" in told
+    case = json.loads((folder / "variants_ernie45_vl" / "ladder.json").read_text())["cases"][1]
+    for column in case["columns"]:
+        if column["name"] in ("graph", "all variants"):
+            assert f"{np.mean(column['wall_us']) / 1e3:.2f} ms" in told
+
+
 def test_each_notebook_has_its_title_and_its_sentence(readme: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "notebooks").mkdir()
     source = ["# Title | one\n", "\n", "Where does an image's\n", "time go? More text.\n", "\n", "Next."]
