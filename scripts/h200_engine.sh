@@ -7,7 +7,7 @@
 # Workloads of ERNIE-4.5-VL: pull-request, mixed, small-many; of GLM-4.1V: glm-image, glm-video.
 # Needs an H200, and torch, vLLM 0.33 and the workbench as an installed package (its plugin is found by its metadata)
 # importable by $PYTHON (default python3). Each workload is two or three arms, each ended after ARM_SECONDS (default 110), so it
-# is over after 6 minutes at the latest and all three after 17; run one workload a call where a call is limited. An arm is
+# is over after 6 minutes at the latest and all three after 17; run one workload a call where a call is limited. An arm
 # took 34 to 108 s on one H200, most of it the start of the engine.
 # Leaves FOLDER-WORKLOAD/summary.json, ledgers, logs and the explanation as explanation.txt.
 set -euo pipefail
