@@ -1,6 +1,7 @@
 """Hardware counters: reading Nsight Compute's table, adding it up, and saying what is missing."""
 
 import inspect
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from workbench.budgets import Configuration
 from workbench.cli import app
 from workbench.encoder import counters
 from workbench.encoder.counters import (
@@ -111,6 +113,7 @@ def test_what_is_missing_is_one_sentence(
         ("==ERROR== Failed to initialize the profiler: LibraryNotLoaded", "as under gVisor"),
         ("a\nRuntimeError: boom\n", "no report: RuntimeError: boom"),
         ("==ERROR== No such metric\nValueError: x\nRefer to the log", "no report: ==ERROR== No such metric"),
+        ("==ERROR== The application returned an error code (1).\nKeyError: 'x'", "no report: KeyError: 'x'"),
         ("", "it said nothing"),
     ],
 )
@@ -135,6 +138,37 @@ def test_a_profiled_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(counters, "_CHILD", "import time\ntime.sleep(60)\n")
     with pytest.raises(WorkbenchError, match="took more than 1 s"):
         counters._profile({"arm": "graph"}, tmp_path / "r.ncu-rep", 1)
+
+
+# What is used of nsight-python, without a GPU: the function runs, and a report lies where the real one would.
+STAND_IN = """
+import contextlib
+from types import SimpleNamespace
+
+annotate = contextlib.nullcontext
+
+def _kernel(*, metrics, output_prefix):
+    def decorate(function):
+        def run():
+            function()
+            open(f"{output_prefix}ncu-output-encode-0.ncu-rep", "w").write("x")
+        return run
+    return decorate
+
+analyze = SimpleNamespace(kernel=_kernel)
+"""
+
+
+@pytest.mark.engine
+def test_an_arm_runs_in_the_profiled_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vLLM imports and encodes from the script that nsight-python starts again; its name once hid a module of Python's."""
+    (tmp_path / "nsight.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    from workbench.encoder.session import SessionOptions
+
+    job = counters._job(SessionOptions(depth=1, width=160, device="cpu"), Configuration((64,), 4), [(1, 16, 16)])
+    counters._profile(job | {"arm": "graph"}, tmp_path / "r.ncu-rep", 120)
+    assert (tmp_path / "r.ncu-rep").read_text() == "x"
 
 
 def old(

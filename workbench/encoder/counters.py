@@ -292,7 +292,8 @@ def _job(options: "SessionOptions", configuration: "Configuration", grids: Seque
 def _profile(job: Mapping[str, Any], report: Path, seconds: float) -> None:
     """Run `profile_main` in a process of its own, where nsight-python starts Nsight Compute, and keep its report."""
     with tempfile.TemporaryDirectory() as scratch:
-        script, file = Path(scratch) / "profile.py", Path(scratch) / "job.json"
+        # Its folder comes first on the path of imports, so its name is no module's: torch imports `profile`.
+        script, file = Path(scratch) / "workbench_counters.py", Path(scratch) / "job.json"
         script.write_text(_CHILD)
         file.write_text(json.dumps(job))
         path = os.pathsep.join([str(Path(workbench.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -333,8 +334,9 @@ def _failure(told: str) -> str:
     if "LibraryNotLoaded" in told:
         return "Nsight Compute cannot reach the driver's profiling library here (as under gVisor); use another machine"
     lines = [line.strip() for line in told.splitlines() if line.strip()]
-    # What ncu, or else the profiled program, calls an error says more than nsight-python's advice behind it.
-    ncu = [line for line in lines if line.startswith("==ERROR==")]
+    # What ncu, or else the profiled program, calls an error says more than nsight-python's advice behind it. That the
+    # program failed is no reason.
+    ncu = [line for line in lines if line.startswith("==ERROR==") and "application returned" not in line]
     raised = [line for line in lines if re.match(r"[\w.]+Error: .", line)]
     said = (ncu or raised or lines or ["it said nothing"])[-1]
     return f"Nsight Compute made no report: {said[:300]}"
