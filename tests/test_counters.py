@@ -161,7 +161,7 @@ analyze = SimpleNamespace(kernel=_kernel)
 
 @pytest.mark.engine
 def test_an_arm_runs_in_the_profiled_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """vLLM imports and encodes from the script that nsight-python starts again; its name once hid a module of Python's."""
+    """vLLM encodes in the script that nsight-python starts again; its name once hid a module of Python's."""
     (tmp_path / "nsight.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     from workbench.encoder.session import SessionOptions
