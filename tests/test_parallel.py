@@ -18,6 +18,7 @@ from workbench.collectives import Ranks, join_ranks
 from workbench.commands.parallel import parse_calls
 from workbench.errors import WorkbenchError
 from workbench.models import model_facts
+from workbench.parallel import ARMS, ParallelRun, RankCall, agrees, balance, read_parallel, trace_ranks
 from workbench.planner import plan
 from workbench.trace import read_traces
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.engine
 pytest.importorskip("vllm", reason="the engine is not installed")
 
 from workbench.encoder import parallel  # noqa: E402  needs torch
-from workbench.encoder.parallel import ARMS, Job, ParallelRun, RankCall, agrees, balance, run_parallel, trace_ranks  # noqa: E402
+from workbench.encoder.parallel import Job, run_parallel  # noqa: E402
 from workbench.encoder.session import SessionOptions  # noqa: E402
 
 GLM = model_facts("glm4_1v")
@@ -49,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_shared_calls_give_the_bits_of_one_rank(folder: Path) -> None:
-    run = msgspec.json.decode((folder / parallel.RESULT_FILE).read_bytes(), type=ParallelRun)
+    run = read_parallel(folder)
     assert [rank.rank for rank in run.ranks] == [0, 1]
     assert len({rank.model.weights_fingerprint for rank in run.ranks}) == 1
     assert agrees(run)
@@ -59,7 +60,7 @@ def test_shared_calls_give_the_bits_of_one_rank(folder: Path) -> None:
 
 
 def test_shares_and_batches_are_the_planners(folder: Path) -> None:
-    run = msgspec.json.decode((folder / parallel.RESULT_FILE).read_bytes(), type=ParallelRun)
+    run = read_parallel(folder)
     for index, call in enumerate(CALLS):
         tokens = [GLM.tokens(grid) for grid in call]
         planned = plan(tokens, [0, len(tokens)], resolve(CONFIGURATION, Limits.of(GLM, video_limit=0)), dp=2).record()
@@ -77,7 +78,7 @@ def test_shares_and_batches_are_the_planners(folder: Path) -> None:
 
 
 def test_balance_counts_patches_and_padding(folder: Path) -> None:
-    run = msgspec.json.decode((folder / parallel.RESULT_FILE).read_bytes(), type=ParallelRun)
+    run = read_parallel(folder)
     rows = balance(run)
     assert [row.items for row in rows[:2]] == [[1, 0], [1, 1]]
     assert (rows[0].imbalance, rows[0].padded) == (2.0, 0.5)
@@ -163,7 +164,7 @@ def test_real_ranks_with_a_planted_offset(folder: Path, tmp_path: Path, shift_us
 
 
 def test_traced_calls_name_their_collectives_and_waits(folder: Path) -> None:
-    run = msgspec.json.decode((folder / parallel.RESULT_FILE).read_bytes(), type=ParallelRun)
+    run = read_parallel(folder)
     ranks, doubts = trace_ranks(folder, run)
     assert ranks is not None
     assert doubts == []

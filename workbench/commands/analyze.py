@@ -135,12 +135,13 @@ def _windows(analysis: "Analysis") -> "Table":
 
 
 def ranks_table(ranks: "Ranks") -> "Table":
-    """Clock and waiting of each rank."""
+    """Clock and waiting of each rank in its collectives, whole in 80 columns."""
     table = _table(
         f"Ranks on rank {ranks.clocks[0].rank}'s clock: times in us",
         ["rank"],
-        ["collectives", "clock ahead", "at least", "at most", "spread", "in collectives", "waiting", "longest wait"],
+        ["count", "ahead", "at least", "at most", "spread", "in total", "waiting", "longest"],
     )
+    table.collapse_padding = True
     for clock in ranks.clocks:
         longest = max(row.waited_us for row in ranks.collectives if row.rank == clock.rank)
         _add(

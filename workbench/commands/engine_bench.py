@@ -94,11 +94,16 @@ def _show_served(bench: "EngineBench") -> None:
 
 
 def _show(bench: "EngineBench") -> None:
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
-    columns = ("run", "arm", "mean ms", "median", "P99", "predicted", "images", "calls", "hits", "seconds")
-    table = Table(*columns, title=f"encoder_forward per request: {bench.model}, {bench.workload}", title_justify="left")
+    columns = ("run", "arm", "mean", "median", "P99", "predicted", "images", "calls", "hits", "run\ns")
+    title = f"encoder_forward, ms per request: {bench.model}, {bench.workload}"
+    # Whole in 80 columns, also where an arm has a long name.
+    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False, collapse_padding=True)
+    for name in columns:
+        table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=name != "arm", vertical="bottom")
     for run in bench.runs:
         forward = run.forward
         figures = [None] * 3 if forward is None else [forward.mean, forward.median, forward.percentiles.get("99")]

@@ -1,17 +1,20 @@
-"""`workbench parallel`: one encoder call over several GPUs, beside one GPU, by graphs and eagerly."""
+"""`workbench parallel` and `ranks`: an encoder call over several GPUs, beside one GPU, by graphs and eagerly."""
 
 import enum
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from workbench.errors import WorkbenchError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from workbench.collectives import Ranks
-    from workbench.encoder.parallel import Grid, ParallelRun, RankCall
+    from workbench.parallel import Grid, ParallelRun
 
 Option = typer.Option
 _ITEMS = re.compile(r"(\d+)x(\d+)(?:x(\d+))?(?:\*(\d+))?")
@@ -25,8 +28,9 @@ class TpMode(enum.StrEnum):
 
 
 def register(app: typer.Typer) -> None:
-    """Add the verb `parallel`."""
+    """Add the verbs `parallel` and `ranks`."""
     app.command("parallel")(parallel)
+    app.command("ranks")(show_ranks)
 
 
 def parallel(
@@ -62,7 +66,7 @@ def parallel(
 
     calls, modality = parse_calls(call, model)
     configuration = Configuration(parse_budgets(budgets), max_items, max_frames)
-    from workbench.encoder.parallel import agrees, balance, run_parallel, trace_ranks
+    from workbench.encoder.parallel import run_parallel
     from workbench.encoder.session import SessionOptions
 
     options = SessionOptions(
@@ -83,15 +87,35 @@ def parallel(
             seconds=seconds,
             progress=progress,
         )
-    traced, doubts = trace_ranks(out, run)
+    _tell(out, run, as_json)
+
+
+def show_ranks(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that `workbench parallel` made.")],
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what `workbench parallel` measured, from its folder.
+
+    Exit code 1: the outputs differ from those of one GPU by more than rounding.
+    """
+    from workbench.parallel import read_parallel
+
+    _tell(folder, read_parallel(folder), as_json)
+
+
+def _tell(folder: Path, run: "ParallelRun", as_json: bool) -> None:
+    from workbench.parallel import agrees, balance, trace_ranks
+
+    traced, doubts = trace_ranks(folder, run)
+    agreed = agrees(run)
     if as_json:
         import msgspec
 
-        found = {"run": run, "balance": balance(run), "traced": traced, "warnings": doubts}
+        found = {"run": run, "balance": balance(run), "agrees": agreed, "traced": traced, "warnings": doubts}
         print(msgspec.json.encode(found).decode())
     else:
         _show(run, traced, doubts)
-    if not agrees(run):
+    if not agreed:
         raise typer.Exit(1)
 
 
@@ -127,85 +151,95 @@ def parse_calls(texts: list[str], model: str) -> "tuple[list[list[Grid]], str]":
 
 
 def _show(run: "ParallelRun", ranks: "Ranks | None", doubts: list[str]) -> None:
+    """Print tables that a terminal of 80 columns shows whole."""
     from rich.console import Console
-    from rich.table import Table
 
-    from workbench.commands.analyze import ranks_table
-    from workbench.published import TWO_GPUS
+    from workbench.commands.analyze import plain
+    from workbench.parallel import judgement
 
+    console = Console()
     timed = run.replay == "cuda_graph"
-    table = Table(title=f"{len(run.ranks)} ranks, {run.ranks[0].model.key}, {run.tp_mode}", title_justify="left")
-    rows = _weights_rows(run) if run.tp_mode == "weights" else _data_rows(run)
-    for column in (*rows[0], *(_times(run, 0) if timed else ())):
-        table.add_column(column)
-    for call, row in enumerate(rows):
-        table.add_row(*row.values(), *(_times(run, call).values() if timed else ()))
-    Console().print(table)
+    shared = "each call's items" if run.tp_mode == "data" else "the layers' weights"
+    print(f"{run.ranks[0].model.key}: {len(run.ranks)} ranks share {shared}")
+    for table in _tables(run, ranks, timed):
+        console.print(table)
     if not timed:
         print("static replay on the CPU: times mean nothing and are left out")
-    elif ranks is not None:
-        Console().print(ranks_table(ranks))
-        published = TWO_GPUS.get((run.ranks[0].model.key, run.modality)) if run.tp_mode == "data" else None
-        if published is not None:
-            off, on = published.rows
-            print(
-                f"{published.source} reports on {published.gpu}, {published.workload}: eager over graph "
-                f"{off.mean / on.mean:.2f} in the mean and {off.p99 / on.p99:.2f} at P99 of encoder_forward_ms per "
-                "request; only ratios compare"
-            )
+    print(judgement(run))
+    if timed:
+        _show_published(run)
     for doubt in doubts:
-        print(f"warning: {doubt}")
+        print(f"warning: {plain(doubt)}")
 
 
-def _data_rows(run: "ParallelRun") -> list[dict[str, str]]:
-    """How each call was shared, and how far its outputs are from one GPU's, where ranks share items."""
-    from workbench.encoder.parallel import balance
+def _tables(run: "ParallelRun", ranks: "Ranks | None", timed: bool) -> "Iterator[Table]":
+    from workbench.parallel import clocks, exchanges, shares
 
-    return [
-        {
-            "call": str(row.call),
-            "items per rank": "/".join(map(str, row.items)),
-            "patches per rank": "/".join(map(str, row.patches)),
-            "imbalance": f"{row.imbalance:.2f}",
-            "padded": f"{row.padded:.0%}",
-            "relative RMS": _distance([rank.calls[row.call] for rank in run.ranks]),
-        }
-        for row in balance(run)
-    ]
-
-
-def _weights_rows(run: "ParallelRun") -> list[dict[str, str]]:
-    """How far each call's outputs are from one GPU's, where ranks share weights."""
-    return [
-        {
-            "call": str(call),
-            "items": str(len(share.items)),
-            "patches": str(share.patches),
-            "relative RMS": _distance([rank.calls[call] for rank in run.ranks]),
-            "of eager": "not finite" if share.eager_rms is None else f"{share.eager_rms:.4f}",
-        }
-        for call, share in enumerate(run.ranks[0].calls)
-    ]
+    found = shares(run)
+    if timed:
+        yield _table("Milliseconds of a call in the median; several GPUs: the slowest rank's", _times(run))
+    else:
+        yield _table("Calls", [{"call": row["call"], "items": row["items"]} for row in found])
+    if "padded" in found[0]:
+        heads = ["items per rank", "patches per rank", "imbalance", "padded", *["waiting ms per rank"] * timed]
+        yield _table("Shares", [{"call": row["call"]} | {name: row[name] for name in heads} for row in found])
+    heads = [name for name in ("same replays", "same bits", "relative RMS", "eager relative RMS") if name in found[0]]
+    yield _table(
+        "Outputs beside one GPU's", [{"call": row["call"]} | {name: row[name] for name in heads} for row in found]
+    )
+    if timed and ranks is not None:
+        yield _table("Collectives of one traced call", [_without(row, "items") for row in exchanges(run, ranks)])
+        yield _table("Clocks against the first rank's", clocks(ranks))
 
 
-def _distance(shares: "list[RankCall]") -> str:
-    """The worst rank's distance from one GPU's outputs."""
-    if all(share.equal for share in shares):
-        return "0, same bits"
-    worst = [share.relative_rms for share in shares]
-    known = [value for value in worst if value is not None]
-    return f"{max(known):.4f}" if len(known) == len(worst) else "not finite"
+def _without(row: dict[str, object], name: str) -> dict[str, object]:
+    return {key: value for key, value in row.items() if key != name}
 
 
-def _times(run: "ParallelRun", call: int) -> dict[str, str]:
-    """Median milliseconds per arm; a call is over when its last rank is."""
-    from statistics import median
+def _show_published(run: "ParallelRun") -> None:
+    from workbench.parallel import beside_published
 
-    from workbench.encoder.parallel import ARMS, balance
+    for row in beside_published(run)[:1]:
+        print(
+            f"{row['source']} reports on {row['GPUs']}, {row['workload']}: eager over graph "
+            f"{row['eager over graph, mean']:.2f} in the mean and {row['at P99']:.2f} at P99 of encoder_forward_ms per "
+            "request; only ratios compare"
+        )
 
-    shares = [rank.calls[call] for rank in run.ranks]
-    times = {arm: max(median(share.wall_us[arm]) for share in shares) for arm in ARMS if shares[0].wall_us[arm]}
-    named: dict[str, float] = {str(arm): value for arm, value in times.items()}
-    if run.tp_mode == "data":
-        named["waiting"] = max(balance(run)[call].waiting_us)
-    return {name: f"{value / 1e3:.2f} ms" for name, value in named.items()}
+
+def _times(run: "ParallelRun") -> list[dict[str, object]]:
+    """Median of every arm, a column each, and how many times as fast graphs are over several GPUs as on one."""
+    from workbench.parallel import ARMS, times
+
+    found, rows = times(run), []
+    for first in range(0, len(found), len(ARMS)):
+        arms = found[first : first + len(ARMS)]
+        row = {"call": arms[0]["call"]} | {f"{arm['arm']} ms": arm["median ms"] for arm in arms}
+        rows.append(row | {"graph vs 1 GPU": arms[0]["vs 1 GPU"], "items": arms[0]["items"]})
+    return rows
+
+
+_FORMATS = {"padded": ".0%", "us": ".1f", "ms": ".2f", "RMS": ".4f"}  # by the last word of a heading
+
+
+def _table(title: str, rows: "Sequence[dict[str, object]]") -> "Table":
+    """A narrow table: headings break at spaces, but not before "GPU"; a call's items after commas."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False, collapse_padding=True)
+    for name in rows[0] if rows else ():
+        justify: Literal["left", "right"] = "left" if name == "items" else "right"
+        head = re.sub(r" (?!GPU)", "\n", name)
+        table.add_column(head, justify=justify, vertical="bottom", no_wrap=name != "items")
+    for row in rows:
+        table.add_row(*(_cell(name.split()[-1], value) for name, value in row.items()))
+    return table
+
+
+def _cell(unit: str, value: object) -> str:
+    if isinstance(value, float):
+        return format(value, _FORMATS.get(unit, ".2f"))
+    if value is None:
+        return "not finite"
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value).replace(",", ", ")

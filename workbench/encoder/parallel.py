@@ -35,22 +35,24 @@ import workbench
 from workbench.budgets import Configuration
 from workbench.errors import WorkbenchError
 from workbench.files import read_json, refuse_occupied, replacing_folder, write_json
+from workbench.parallel import (
+    ARMS,
+    RESULT_FILE,
+    SCHEMA_VERSION,
+    Grid,
+    ParallelArm,
+    ParallelRun,
+    Rank,
+    RankCall,
+    rank_folder,
+)
 from workbench.progress import Progress, silent
-from workbench.run import Batch, ConfigRecord, Environment, ModelRecord, Record, Replay
+from workbench.run import Record
 
 if TYPE_CHECKING:
-    from workbench.collectives import Ranks
     from workbench.encoder.engine import TpMode
     from workbench.encoder.session import EncoderInputs, EncoderSession, SessionOptions
 
-SCHEMA_VERSION = 1
-RESULT_FILE = "parallel.json"
-Grid = tuple[int, int, int]
-ParallelArm = Literal["graph_ranks", "graph_one", "eager_ranks", "eager_one"]
-ARMS: tuple[ParallelArm, ...] = ("graph_ranks", "graph_one", "eager_ranks", "eager_one")
-# Relative RMS up to which ranks agree with one GPU: several times what rounding does to a whole
-# encoder with dummy weights (0.02 to 0.04 in bf16), a quarter of what a missing layer does; see encoder/weights.py.
-_ROUNDING = {"bfloat16": 0.1, "float16": 0.1, "float32": 1e-3}
 _SETTLE_SECONDS = 2.0  # after one rank has failed, until the others are ended
 _POLL_SECONDS = 0.1
 
@@ -69,129 +71,6 @@ class Job(Record, frozen=True):
     address: str
     tp_mode: Literal["data", "weights"]
     custom_all_reduce: bool
-
-
-class RankCall(Record, frozen=True):
-    """One rank's share of one call.
-
-    Attributes:
-        items: its items, indices into the call; all of them where ranks share weights.
-        patches, tokens: of its items.
-        gathered_rows: output rows that every rank sends; `tokens` of them are real. 0 where ranks share weights.
-        batches: its replays.
-        equal: the outputs have the bits of this rank's own manager that runs the whole call alone.
-        max_abs: largest difference of the two.
-        relative_rms: RMS of that difference over the RMS of the outputs; None: not finite.
-        eager_rms: the same between the eager arms, which no graph can have changed.
-        wall_us: samples per arm, a barrier before each.
-        gather_us: samples of the gather alone, waiting for the slowest rank included.
-    """
-
-    items: list[int]
-    patches: int
-    tokens: int
-    gathered_rows: int
-    batches: list[Batch]
-    equal: bool
-    max_abs: float
-    relative_rms: float | None
-    eager_rms: float | None
-    wall_us: dict[ParallelArm, list[float]]
-    gather_us: list[float]
-
-
-class Rank(Record, frozen=True):
-    """What one rank measured; `trace` is the name of its Kineto trace."""
-
-    rank: int
-    model: ModelRecord
-    config: ConfigRecord
-    calls: list[RankCall]
-    trace: str
-
-
-class ParallelRun(Record, frozen=True):
-    """What all ranks measured on the same calls.
-
-    Attributes:
-        tp_mode: vLLM's `mm_encoder_tp_mode`.
-        custom_all_reduce: vLLM was allowed its own all-reduce; whether it used it, the traces' kernels tell.
-    """
-
-    schema_version: int
-    workbench: str
-    environment: Environment
-    replay: Replay
-    tp_mode: Literal["data", "weights"]
-    custom_all_reduce: bool
-    modality: Literal["image", "video"]
-    calls: list[list[Grid]]
-    ranks: list[Rank]
-
-
-class Balance(Record, frozen=True):
-    """How evenly one call was shared.
-
-    Attributes:
-        patches: per rank. `imbalance`: the largest share over the mean, 1 is even.
-        padded: share of the gathered rows that are padding.
-        waiting_us: per rank, the median gather minus the shortest rank's: time spent waiting for others.
-    """
-
-    call: int
-    items: list[int]
-    patches: list[int]
-    imbalance: float
-    padded: float
-    waiting_us: list[float]
-
-
-def balance(run: ParallelRun) -> list[Balance]:
-    """Return the table of shares, one row a call; empty where ranks share weights and so have equal work."""
-    from statistics import median
-
-    rows: list[Balance] = []
-    if run.tp_mode == "weights":
-        return rows
-    for index in range(len(run.calls)):
-        shares = [rank.calls[index] for rank in run.ranks]
-        patches = [share.patches for share in shares]
-        gathers = [median(share.gather_us) if share.gather_us else 0.0 for share in shares]
-        sent = sum(share.gathered_rows for share in shares)
-        rows.append(
-            Balance(
-                call=index,
-                items=[len(share.items) for share in shares],
-                patches=patches,
-                imbalance=max(patches) * len(patches) / sum(patches),
-                padded=1 - sum(share.tokens for share in shares) / sent,
-                waiting_us=[gather - min(gathers) for gather in gathers],
-            )
-        )
-    return rows
-
-
-def agrees(run: ParallelRun) -> bool:
-    """Whether the ranks give what one GPU gives, up to rounding.
-
-    Shared weights round their partial sums, and a share of the items may replay another budget than the whole call,
-    with other kernels.
-    """
-    most = _ROUNDING[run.ranks[0].model.dtype]
-    shares = [share for rank in run.ranks for share in rank.calls]
-    return all(rms is not None and rms <= most for share in shares for rms in (share.relative_rms, share.eager_rms))
-
-
-def trace_ranks(folder: Path, run: ParallelRun) -> tuple["Ranks | None", list[str]]:
-    """Return what the ranks' traces in `folder` say on one clock, each collective with its call, or why they cannot.
-
-    The traced calls run under a profiler: its waits explain, `RankCall.gather_us` and `wall_us` measure.
-    """
-    from workbench.collectives import join_or_doubt
-    from workbench.trace import read_traces
-
-    paths = [_rank_folder(folder, rank.rank) / rank.trace for rank in run.ranks]
-    return join_or_doubt(read_traces(paths), "call#*")
 
 
 # The launcher ---------------------------------------------------------------------------------------------------
@@ -243,7 +122,7 @@ def run_parallel(
         for rank, path in enumerate(jobs):
             write_json(path, change(rank, job) if change else job)
         _run_ranks(jobs, folder, Path(scratch), seconds, progress, on_start)
-        measured = [read_json(_rank_folder(folder, rank) / "rank.json", Rank) for rank in range(ranks)]
+        measured = [read_json(rank_folder(folder, rank) / "rank.json", Rank) for rank in range(ranks)]
         run = ParallelRun(
             schema_version=SCHEMA_VERSION,
             workbench=workbench.__version__,
@@ -348,10 +227,6 @@ def _job(
     )
 
 
-def _rank_folder(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank}"
-
-
 def _run_ranks(
     jobs: Sequence[Path],
     folder: Path,
@@ -372,7 +247,7 @@ def _run_ranks(
     with contextlib.ExitStack() as stack:
         for rank, path in enumerate(jobs):
             log = stack.enter_context((scratch / f"{rank}.log").open("wb"))
-            command = [sys.executable, "-m", __name__, str(path), str(rank), str(_rank_folder(folder, rank))]
+            command = [sys.executable, "-m", __name__, str(path), str(rank), str(rank_folder(folder, rank))]
             process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             stack.callback(_end, process)
             processes.append(process)
