@@ -33,6 +33,7 @@ SUSPECTS: dict[str, str] = {
     "selection": "choice and order of the items of one replay",
     "pixel_values": "copy of the pixel rows into the replay buffer",
     "positions": "rotary or position embeddings in the replay buffer",
+    "temporal_indices": "rows that a resampler inside the graph merges, in the replay buffer",
     "cu_seqlens": "sequence offsets in the replay buffer, padding included",
     "max_seqlen": "longest sequence baked into the graph at capture",
     "padding": "rows behind the valid ones in an input buffer are not zero",
@@ -43,6 +44,7 @@ SUSPECTS: dict[str, str] = {
     "head": "what follows the last block inside the graph",
     "replay": "the graph's replay: baked values, captured addresses, memory written by others",
     "postprocess": "splitting, resampling and ordering of a replay's rows",
+    "variant": "a variant that promises the bits of vLLM's graph gives others",
     "output": "an output that a later call overwrites",
     "fallback": "the eager fallback of an item above the largest budget",
 }
@@ -130,6 +132,8 @@ class Cell(Record, frozen=True):
     Attributes:
         ratio: worst relative RMS or worst row over its limit; above 1 is a mismatch. None when nothing is finite.
         reason: why it was not tested, or the error.
+        graph_items, graph_equal: with variants, the items that vLLM's own graph replays in the same budget too, and how
+            many have its bits.
     """
 
     scenario: str
@@ -141,6 +145,8 @@ class Cell(Record, frozen=True):
     ratio: float | None = None
     worst: Difference | None = None
     reason: str = ""
+    graph_items: int = 0
+    graph_equal: int = 0
 
 
 class Stage(Record, frozen=True):
@@ -212,7 +218,14 @@ class CleanRuns(Record, frozen=True):
 
 
 class Parity(Record, frozen=True):
-    """A whole session of the lab. Fingerprints are SHA-256 over all weights, and over all inputs in order."""
+    """A whole session of the lab.
+
+    Attributes:
+        inputs_fingerprint: SHA-256 over all inputs in order, without those of a modality that only a variant has graphs
+            for. The fingerprint in `model` is over all weights.
+        variants: of the encoder whose graphs were observed (`workbench.encoder.variants`); eager is always vLLM's.
+        exact: the variants promise the bits of vLLM's graph; where one does not, "within_noise" is all that is asked.
+    """
 
     schema_version: int
     workbench: str
@@ -237,6 +250,13 @@ class Parity(Record, frozen=True):
     not_tested: list[str]
     seconds: float
     notes: list[str] = []
+    variants: list[str] = []
+    exact: bool = True
+
+    @property
+    def promise_broken(self) -> bool:
+        """The variants promise the bits of vLLM's graph, and some outputs have others."""
+        return self.exact and any(cell.graph_equal < cell.graph_items for cell in self.cells)
 
     @property
     def mismatched(self) -> bool:
@@ -289,21 +309,30 @@ def read_parity(folder: Path) -> Parity:
 
 
 class Change(Record, frozen=True):
-    """A cell whose status is not what it was in an earlier session."""
+    """A cell whose status is not what it was in an earlier session.
+
+    Attributes:
+        noise_expected: the later session has a variant that rounds differently by design.
+    """
 
     scenario: str
     budget: int | None
     before: Status
     after: Status
+    noise_expected: bool = False
 
     @property
     def worse(self) -> bool:
-        """The graph is further from eager than it was."""
+        """The graph is further from eager than it was; or it fails in what was not tested before."""
+        if self.before == "not_tested" or (self.noise_expected and self.before == "equal"):
+            return STATUSES.index(self.after) < STATUSES.index("within_noise")
         return STATUSES.index(self.after) < STATUSES.index(self.before)
 
 
 def changes(before: Parity, after: Parity) -> list[Change]:
     """Compare two sessions of the same weights and inputs cell by cell.
+
+    One may have other variants than the other: what these change is then what is compared.
 
     Raises:
         WorkbenchError: another model, weights, inputs (scenarios, budgets) or seed: then a change says nothing.
@@ -320,10 +349,26 @@ def changes(before: Parity, after: Parity) -> list[Change]:
             )
     old = {(cell.scenario, cell.budget): cell.status for cell in before.cells}
     return [
-        Change(scenario=cell.scenario, budget=cell.budget, before=old[cell.scenario, cell.budget], after=cell.status)
+        Change(
+            scenario=cell.scenario,
+            budget=cell.budget,
+            before=old[cell.scenario, cell.budget],
+            after=cell.status,
+            noise_expected=before.exact and not after.exact,
+        )
         for cell in after.cells
         if old.get((cell.scenario, cell.budget), cell.status) != cell.status
     ]
+
+
+def compared_variants(before: Parity, after: Parity) -> str:
+    """Say which variants two compared sessions have, "" where they have the same."""
+    if set(before.variants) == set(after.variants):
+        return ""
+    with_or_without = [
+        f"with {', '.join(one.variants)}" if one.variants else "without variants" for one in (before, after)
+    ]
+    return f"{before.name} was made {with_or_without[0]}, {after.name} {with_or_without[1]}"
 
 
 def verdict(parity: Parity) -> str:
@@ -331,12 +376,16 @@ def verdict(parity: Parity) -> str:
     tested = [cell for cell in parity.cells if cell.status != "not_tested"]
     bad = [cell for cell in tested if cell.status in ("error", "mismatch")]
     how = "CUDA graphs" if parity.replay == "cuda_graph" else "static replays on the CPU"
-    base = f"{parity.model.architecture} with {parity.model.attention_backend}, {how}"
+    named = f", variant{'s' * (len(parity.variants) > 1)} {', '.join(parity.variants)}" if parity.variants else ""
+    base = f"{parity.model.architecture} with {parity.model.attention_backend}{named}, {how}"
     if not tested:
         return f"{base}: nothing was tested."
     same = sum(cell.bit_equal for cell in tested)
     items = sum(cell.items for cell in tested)
     rest = f"{same} of {items} compared items are bit-equal to eager as served"
+    graph_items = sum(cell.graph_items for cell in tested)
+    if graph_items:
+        rest += f", {sum(cell.graph_equal for cell in tested)} of {graph_items} to vLLM's own graph at the same budget"
     if not bad:
         hazards = sum(cell.status == "hazard" for cell in tested)
         note = f"; {hazards} of them hold a hazard" if hazards else ""

@@ -31,6 +31,7 @@ def _register_parity(app: typer.Typer) -> None:
     @app.command("parity")
     def parity(
         model: Annotated[str, Option(help="Which encoder.")] = "ernie45_vl",
+        variants: Annotated[str, Option(help="Encoder variants with commas, or all; empty: vLLM's code.")] = "",
         budgets: Annotated[str, Option(help="Token budgets like 128,256; empty: a range for this machine.")] = "",
         max_items: Annotated[int, Option(help="Images or videos per replay.")] = 4,
         scenarios: Annotated[str, Option(help="Names with commas; empty: all.")] = "",
@@ -51,11 +52,12 @@ def _register_parity(app: typer.Typer) -> None:
     ) -> None:
         """Compare eager, padded eager and graph in every condition that breaks graphs.
 
-        Exit code 1: they differ, or a planted fault was missed. With --against: something is worse than before.
+        Exit code 1: they differ, a planted fault was missed, or variants that promise the bits of vLLM's graph give
+        others. With --against: something is worse than before, which may be a session without the variants.
         """
         from workbench.encoder.parity.matrix import Plan, run
         from workbench.files import write_bytes
-        from workbench.parity import PARITY_FILE, changes, encode, read_parity
+        from workbench.parity import PARITY_FILE, changes, compared_variants, encode, read_parity
         from workbench.progress import progress_bar
 
         earlier = read_parity(against) if against is not None else None
@@ -76,15 +78,25 @@ def _register_parity(app: typer.Typer) -> None:
 
         with progress_bar() as progress:
             title = name or (out.name if out is not None else f"parity of {model}")
-            result = run(options, configuration, plan, name=title, progress=progress, on_part=write)
+            result = run(
+                options,
+                configuration,
+                plan,
+                variants=_variants(model, variants),
+                name=title,
+                progress=progress,
+                on_part=write,
+            )
         write(result)
         if as_json:
             print(encode(result).decode(), end="")
         else:
             show_parity(result)
         if earlier is None:
-            raise typer.Exit(1 if result.mismatched or _uncaught(result) else 0)
+            raise typer.Exit(1 if result.mismatched or result.promise_broken or _uncaught(result) else 0)
         changed = changes(earlier, result)
+        if note := compared_variants(earlier, result):
+            print(note, file=sys.stderr)
         for change in changed:
             where = f"{change.scenario}{f' at {change.budget}' if change.budget else ''}"
             print(f"{where}: {change.before} before, {change.after} now", file=sys.stderr)
@@ -165,6 +177,22 @@ def _lab(
     options = _with(options, dtype=dtype, seed=seed, **{key: value for key, value in changes.items() if value})
     chosen = parse_budgets(budgets) if budgets else usual
     return options, Configuration(chosen, max_items)
+
+
+def _variants(model: str, text: str) -> tuple[str, ...]:
+    """Names of variants; "all" is every one that the encoder has.
+
+    Raises:
+        WorkbenchError: the encoder has no such variant.
+    """
+    from workbench.encoder.variants import chosen, names_for
+
+    if not text:
+        return ()
+    if not names_for(model):
+        raise WorkbenchError(f"there are no variants of {model}; leave them out")
+    names = names_for(model) if text == "all" else tuple(filter(None, text.split(",")))
+    return tuple(variant.name for variant in chosen(model, names))
 
 
 def _with(options: "SessionOptions", **changes: object) -> "SessionOptions":

@@ -7,6 +7,7 @@ block is found by capturing prefixes: the encoder with its first k blocks only, 
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from workbench.encoder.session import EncoderInputs, EncoderSession
 
 Stages = dict[str, torch.Tensor]
-TOWER = "tower"  # the last stage
+TOWER = "tower"  # the last stage, but for a graph that holds the resampler too
+RESAMPLER = "resampler"
 
 
 def tower_of(session: "EncoderSession") -> Any:
@@ -66,15 +68,48 @@ def _rows(value: torch.Tensor) -> torch.Tensor:
 def served_stages(lab: "Lab", call: "EncoderInputs", batch: TapedBatch) -> Stages:
     """Return the stages of eager as served on the items of `batch`."""
     with staged(lab.tower) as stages:
-        lab.session.eager_served(lab.part(call, batch.items))
+        outputs = lab.session.eager_served(lab.part(call, batch.items))
+    if lab.resamples:
+        stages[RESAMPLER] = torch.cat(outputs)
     return stages
 
 
 def padded_stages(lab: "Lab", batch: TapedBatch) -> Stages:
     """Return the stages of eager on the padded buffers of `batch`."""
-    with staged(lab.tower) as stages:
-        lab.padded_raw(batch)
+    with staged_kernels(lab.model) if lab.fused else staged(lab.tower) as stages:
+        raw = lab.padded_raw(batch)
+    if lab.resamples:
+        stages[RESAMPLER] = raw
     return stages
+
+
+@contextmanager
+def staged_kernels(model: Any) -> Iterator[Stages]:
+    """Do what `staged` does for a model with variant `fused`, which runs no block as a module.
+
+    Its kernel `add_norm` is called twice per block, with the residual stream and the output of attention or MLP.
+    """
+    stages: Stages = {}
+    kernels, calls = model.kernels, 0
+
+    def add_norm(hidden: torch.Tensor, update: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
+        nonlocal calls
+        block, behind = divmod(calls, 2)
+        calls += 1
+        stages.setdefault("embeddings", _rows(hidden))
+        stages[f"blocks.{block}.{'mlp' if behind else 'attn'}"] = _rows(update)
+        normed: torch.Tensor = kernels.add_norm(hidden, update, norm)
+        if behind:
+            stages[f"blocks.{block}"] = _rows(hidden)
+        if calls == 2 * len(model.vision_model.blocks):
+            stages[TOWER] = _rows(normed)
+        return normed
+
+    model.kernels = SimpleNamespace(add_norm=add_norm, rotate=kernels.rotate, quick_gelu=kernels.quick_gelu)
+    try:
+        yield stages
+    finally:
+        model.kernels = kernels
 
 
 def compare_stage(name: str, value: torch.Tensor, reference: torch.Tensor) -> Stage:
@@ -96,11 +131,11 @@ def compare_stage(name: str, value: torch.Tensor, reference: torch.Tensor) -> St
 
 
 def beyond(lab: "Lab", stage: Stage) -> bool:
-    """Whether a stage differs by more than rounding on its valid rows; a prefix is judged as the whole tower."""
+    """Whether a stage differs by more than rounding on its valid rows; a prefix is judged as the whole graph."""
     assert lab.noise is not None
     if stage.relative_rms is None or stage.worst_row is None or not stage.finite:
         return True
-    rms, worst_row = lab.noise.stages.get(stage.name) or lab.noise.stages[TOWER]
+    rms, worst_row = lab.noise.stages.get(stage.name) or lab.noise.stages[lab.last_stage]
     return stage.relative_rms > lab.noise.factor * rms or stage.worst_row > lab.noise.factor * worst_row
 
 
@@ -148,7 +183,8 @@ def bisect_graph(lab: "Lab", batch: TapedBatch, scenario: str) -> Bisection:
             stages[blocks] = _prefix_stage(lab, batch, blocks)
         return beyond(lab, stages[blocks])
 
-    low, high = 0, len(lab.tower.blocks)
+    # The fused tower takes its sizes from its first block.
+    low, high = int(lab.fused), len(lab.tower.blocks)
     first, rows = None, None
     if differs(high):
         while low < high:  # the first prefix that differs is in low..high
@@ -202,4 +238,5 @@ def valid_rows(lab: "Lab", batch: TapedBatch, rows: int) -> int:
 
     pixels, _ = selected_tensors(batch.selected)
     buffer = batch.buffers["pixel_values"].shape[0]
-    return int(pixels.shape[0]) * rows // buffer
+    pairs = lab.frames_per_step if "video_grid_thw" in batch.selected else 1
+    return int(pixels.shape[0]) * rows // buffer // pairs

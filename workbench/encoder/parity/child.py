@@ -32,6 +32,7 @@ class Task(msgspec.Struct, frozen=True):
     """What the child is to run. `options` and `configuration` are the fields of the two classes."""
 
     scenario: str
+    variants: tuple[str, ...]
     options: dict[str, Any]
     configuration: dict[str, Any]
     noise: Noise
@@ -63,7 +64,7 @@ def _started(lab: "Lab", scenario: str, made: Path) -> tuple[int | None, str]:
     assert lab.noise is not None
     options = asdict(lab.session.options)
     options["checkpoint"] = str(options["checkpoint"]) if options["checkpoint"] else None
-    task = Task(scenario, options, asdict(lab.session.configuration), lab.noise, lab.seed)
+    task = Task(scenario, lab.variants, options, asdict(lab.session.configuration), lab.noise, lab.seed)
     given = made.with_name("task.json")
     given.write_bytes(msgspec.json.encode(task))
     command = [sys.executable, "-m", __spec__.name, str(given), str(made)]
@@ -92,7 +93,7 @@ def _forked(lab: "Lab", scenario: str, made: Path) -> tuple[int | None, str]:
         try:
             with words.open("wb") as file:
                 os.dup2(file.fileno(), 2)
-            copy = Lab(lab.session, lab.seed)
+            copy = Lab(lab.session, lab.seed, lab.variants, lab.plain)
             copy.noise, copy.baked = lab.noise, lab.baked
             made.write_bytes(msgspec.json.encode(observe(copy, scenario)))
             code = 0
@@ -135,15 +136,14 @@ def observe(lab: "Lab", scenario: str) -> Part:
 
 def main(given: Path, made: Path) -> None:
     """Run the task in `given` and write the part to `made`."""
-    from workbench.encoder.parity.lab import Lab
-    from workbench.encoder.session import open_session
+    from workbench.encoder.parity.lab import Lab, open_with_variants
 
     task = msgspec.json.decode(given.read_bytes(), type=Task)
     checkpoint = task.options["checkpoint"]
     options = SessionOptions(**task.options | {"checkpoint": Path(checkpoint) if checkpoint else None})
     configuration = Configuration(**task.configuration | {"budgets": tuple(task.configuration["budgets"])})
-    with open_session(options, configuration) as session:
-        lab = Lab(session, task.seed)
+    with open_with_variants(options, configuration, task.variants) as (session, _):
+        lab = Lab(session, task.seed, task.variants)
         lab.noise = task.noise
         lab.capture()
         made.write_bytes(msgspec.json.encode(observe(lab, task.scenario)))

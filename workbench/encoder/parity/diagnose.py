@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from workbench.encoder.parity.bisect import TOWER, beyond, bisect_padded, compare_stage, served_stages, valid_rows
+from workbench.encoder.parity.bisect import (
+    RESAMPLER,
+    TOWER,
+    beyond,
+    bisect_padded,
+    compare_stage,
+    served_stages,
+    valid_rows,
+)
 from workbench.encoder.parity.tape import TapedBatch, selected_tensors
 from workbench.parity import Finding, Severity
 
@@ -76,7 +84,7 @@ def _input_findings(seen: "Observation") -> Iterator[tuple[str, str]]:
 
 
 def _batch_findings(lab: "Lab", seen: "Observation", batch: TapedBatch) -> Iterator[tuple[str, str, str | None]]:
-    tokens = sum(seen.call.tokens[item] for item in batch.items)
+    tokens = sum(lab.budget_tokens(seen.call, item) for item in batch.items)
     fitting = min((budget for budget in lab.budgets if budget >= tokens), default=None)
     # An error before a budget was chosen says nothing about the choice.
     if batch.budget != fitting and not (seen.error and seen.phase in ("packing", "selection")):
@@ -128,6 +136,7 @@ def _buffer_findings(lab: "Lab", seen: "Observation", batch: TapedBatch) -> Iter
         yield "padding", f"pixel_values has values behind its {rows} valid rows", None
     expected = lab.tower_metadata(grids)
     yield from _position_findings(expected, batch, grids)
+    yield from _index_findings(lab, batch, grids)
     for key in expected:
         if key.startswith("cu_"):
             yield from _offset_findings(expected[key].tolist(), batch.buffers[key].tolist(), key)
@@ -149,6 +158,35 @@ def _position_findings(
             yield "positions", f"{key} is not that of the grids {grids[:4]}", None
         if stage.padded_max_abs != 0.0 and stage.padded_finite is not None:
             yield "padding", f"{key} has values behind its {value.shape[0]} valid rows", None
+
+
+def _index_findings(lab: "Lab", batch: TapedBatch, grids: list[list[int]]) -> Iterator[tuple[str, str, str | None]]:
+    """Check the rows that a resampler inside the graph merges: even frames with odd ones, an image with itself."""
+    if not lab.resamples or "temporal_first" not in batch.buffers:
+        return
+    for key, expected in zip(
+        ("temporal_first", "temporal_second"), frame_rows(grids, lab.session.facts.merge), strict=True
+    ):
+        held = batch.buffers[key].tolist()
+        if held[: len(expected)] != expected:
+            yield "temporal_indices", f"{key} is not that of the grids {grids[:4]}", None
+        elif any(held[len(expected) :]):
+            yield "padding", f"{key} has values behind its {len(expected)} valid rows", None
+
+
+def frame_rows(grids: list[list[int]], merge: int) -> tuple[list[int], list[int]]:
+    """Return the merged patches of even frames and of their successors; the only frame of an image is its own."""
+    even: list[int] = []
+    odd: list[int] = []
+    start = 0
+    for frames, height, width in grids:
+        area = height * width // merge**2
+        for frame in range(0, frames, 2):
+            even += range(start + frame * area, start + (frame + 1) * area)
+            after = min(frame + 1, frames - 1)
+            odd += range(start + after * area, start + (after + 1) * area)
+        start += frames * area
+    return even, odd
 
 
 def _spoiled_findings(lab: "Lab", seen: "Observation", batch: TapedBatch) -> Iterator[tuple[str, str, str | None]]:
@@ -210,7 +248,7 @@ def _deep_findings(lab: "Lab", seen: "Observation", batch: TapedBatch) -> Iterat
     if all(seen.item_statuses[item] not in FAILED for item in batch.items):
         return
     reference = served_stages(lab, seen.call, batch)
-    if not beyond(lab, compare_stage(TOWER, batch.raw, reference[TOWER])):
+    if not beyond(lab, compare_stage(lab.last_stage, batch.raw, reference[lab.last_stage])):
         return  # the rows that the graph gave are right, so what follows it is not
     found = bisect_padded(lab, seen.call, batch, seen.scenario, reference)
     if found.first is None or not beyond(lab, found.stages[-1]):
@@ -227,7 +265,7 @@ def _overwritten(seen: "Observation", batch: TapedBatch) -> Iterator[tuple[str, 
 
 def suspect_of_stage(stage: str) -> str:
     """Return the suspect that a stage of `bisect.staged` stands for."""
-    if stage == TOWER:
+    if stage in (TOWER, RESAMPLER):
         return "head"
     if stage == "embeddings":
         return "patch_embed"

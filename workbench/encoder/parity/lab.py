@@ -26,7 +26,7 @@ import torch
 from workbench.budgets import Configuration
 from workbench.encoder import engine
 from workbench.encoder.instruments import wrapped
-from workbench.encoder.parity.bisect import tower_of
+from workbench.encoder.parity.bisect import RESAMPLER, TOWER, tower_of
 from workbench.encoder.parity.metrics import compare
 from workbench.encoder.parity.noise import measure_noise, noise_grids
 from workbench.encoder.parity.tape import BeforeReplay, TapedBatch, taping
@@ -51,6 +51,7 @@ class Observation:
         graph, padded: per item, distance to eager as served; `padded` is None where it was not run.
         error: "Type: message" of the graph arm, "" when it ran.
         phase: where the error was raised.
+        as_graph: with variants, per item that vLLM's own graph replays in the same budget: whether the bits are its.
     """
 
     scenario: str
@@ -67,6 +68,7 @@ class Observation:
     findings: list[Finding] = field(default_factory=list)
     item_statuses: list[Status] = field(default_factory=list)
     ratio: float | None = None
+    as_graph: list[bool] = field(default_factory=list)
 
     @property
     def status(self) -> Status:
@@ -94,11 +96,21 @@ class Lab:
         noise: set by `measure_noise`.
         baked: token budget -> the `max_seqlen` that was captured; no entry where the model gives none.
         digest: when set, takes in the fingerprint of every observed call.
+        variants: names of the variants that the session has.
+        plain: with variants, the captured session without them, over the same weights; None where there is none.
     """
 
-    def __init__(self, session: EncoderSession, seed: int = 0) -> None:
+    def __init__(
+        self,
+        session: EncoderSession,
+        seed: int = 0,
+        variants: Sequence[str] = (),
+        plain: EncoderSession | None = None,
+    ) -> None:
         self.session = session
         self.seed = seed
+        self.variants = tuple(variants)
+        self.plain = plain
         self.noise: Noise | None = None
         self.baked: dict[int, int] = {}
         self.digest: Any = None
@@ -135,6 +147,48 @@ class Lab:
     def bakes(self) -> bool:
         """Graphs hold the kernels, addresses and host values of their capture, which a static replay's do not."""
         return self.cuda or bool(getattr(self.manager, "bakes", False))
+
+    # What variants change about what to expect --------------------------------------------------------------------
+
+    @property
+    def exact(self) -> bool:
+        """Every variant promises the bits of vLLM's graph at the same budget."""
+        from workbench.encoder.variants import VARIANTS
+
+        return all(variant.exact for variant in VARIANTS if variant.name in self.variants)
+
+    @property
+    def fused(self) -> bool:
+        """The captured forward calls kernels and linear layers, no block as a module."""
+        return "fused" in self.variants
+
+    @property
+    def resamples(self) -> bool:
+        """The resampler is inside the graph."""
+        return "resampler" in self.variants
+
+    @property
+    def last_stage(self) -> str:
+        """Name of the stage whose rows a graph gives (`bisect.staged`)."""
+        return RESAMPLER if self.resamples else TOWER
+
+    @property
+    def frames_per_step(self) -> int:
+        """Frames of a video that the encoder merges into one, so a video has a multiple of them."""
+        extra = self.session.facts.extra
+        return int(extra["temporal_merge"]) if extra.get("use_temporal_conv") else 1
+
+    def budget_tokens(self, call: EncoderInputs, item: int) -> int:
+        """Return what an item takes of a budget: its tokens; a video's before its frames are merged in time.
+
+        With variant `resampler`, a frame takes at least `TOKENS_PER_FRAME`.
+        """
+        if call.modality == "image" or not self.resamples:
+            return call.tokens[item]
+        from workbench.encoder.variants.resampler import TOKENS_PER_FRAME
+
+        grid = call.grids[item]
+        return max(self.session.facts.tokens(grid), TOKENS_PER_FRAME * grid[0])
 
     def tower_metadata(self, grids: list[list[int]]) -> dict[str, torch.Tensor]:
         """Return the metadata that eager as served computes for `grids`: positions, cu_seqlens, max_seqlen."""
@@ -283,7 +337,42 @@ class Lab:
         )
         self._judge(observation, "hazard" if probe else "mismatch")
         observation.findings = diagnose(self, observation, probe=probe)
+        if not probe:
+            self._compare_with_graph(observation)
         return observation
+
+    def _compare_with_graph(self, seen: Observation) -> None:
+        """Run the same call through vLLM's own graphs, where these hold it, and compare bits."""
+        if self.plain is None or seen.error or not seen.call.grids or not self._configured_as_plain(seen.call):
+            return
+        with self.plain.watch() as batches:
+            try:
+                own = self.plain.graph(seen.call)
+            except ENCODER_ERRORS:
+                return  # a defect of vLLM (D1) that the variants may not have
+        pairs = [(item, batch.budget) for batch in batches for item in batch.items if batch.budget is not None]
+        compared = [item for item, budget in pairs if seen.budgets[item] == budget]
+        seen.as_graph = [torch.equal(seen.outputs[item], own[item]) for item in compared]
+        if self.exact and not all(seen.as_graph) and set(seen.item_statuses).isdisjoint(("mismatch", "hazard")):
+            count = sum(not same for same in seen.as_graph)
+            message = f"{count} of {len(compared)} items do not have the bits of vLLM's graph at the same budget"
+            seen.findings.append(
+                Finding(
+                    suspect="variant",
+                    severity="hazard",
+                    scenario=seen.scenario,
+                    budget=seen.primary_budget,
+                    message=message,
+                )
+            )
+
+    def _configured_as_plain(self, call: EncoderInputs) -> bool:
+        assert self.plain is not None
+        mine, theirs = (
+            (sorted(manager.token_budgets), manager.max_batch_size, manager.max_frames_per_batch)
+            for manager in (self.manager, self.plain.manager)
+        )
+        return call.modality in self.plain.facts.graph_modalities and mine == theirs
 
     def _judge(self, observation: Observation, bad: Status) -> None:
         ratios = []
@@ -382,21 +471,46 @@ def lab_options(model: str, device: str | None = None) -> tuple[SessionOptions, 
 
 
 @contextmanager
-def open_lab(options: SessionOptions, configuration: Configuration, *, seed: int = 0) -> Iterator[Lab]:
-    """Open a session, capture its graphs and measure its noise floor against the same encoder in float32.
+def open_with_variants(
+    options: SessionOptions, configuration: Configuration, variants: Sequence[str]
+) -> Iterator[tuple[EncoderSession, EncoderSession | None]]:
+    """Yield a session with `variants` and, where there are any, the one without them over the same weights.
 
     Raises:
-        WorkbenchError: see `session.open_session`; a session that is float32 itself.
+        WorkbenchError: see `session.open_session` and `variants.attach`.
+    """
+    with open_session(options, configuration) as plain:
+        if not variants:
+            yield plain, None
+            return
+        with plain.with_variants(variants) as session:
+            yield session, plain
+
+
+@contextmanager
+def open_lab(
+    options: SessionOptions, configuration: Configuration, *, seed: int = 0, variants: Sequence[str] = ()
+) -> Iterator[Lab]:
+    """Open a session, capture its graphs and measure its noise floor against the same encoder in float32.
+
+    Args:
+        variants: names of `workbench.encoder.variants` that the graphs under observation are made with. Eager as
+            served stays vLLM's, and so do the graphs of `Lab.plain`.
+
+    Raises:
+        WorkbenchError: see `open_with_variants`; a session that is float32 itself.
     """
     if options.dtype == "float32":
         raise WorkbenchError("float32 is the lab's own reference; observe bfloat16 or float16")
     with ExitStack() as stack:
-        session = stack.enter_context(open_session(options, configuration))
+        session, plain = stack.enter_context(open_with_variants(options, configuration, variants))
         if session.facts.width <= SMALL_WIDTH and session.device.type == "cpu":
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
-        lab = Lab(session, seed)
+        lab = Lab(session, seed, variants, plain)
         lab.capture()
+        if plain is not None:
+            plain.capture()
         calls = [lab.inputs(grids) for grids in noise_grids(lab.budgets, session.facts.merge)]
         exact = dataclasses.replace(
             options, dtype="float32", attention_backend="TORCH_SDPA" if lab.cuda else options.attention_backend

@@ -28,11 +28,11 @@ from workbench.encoder.parity.bisect import bisect_graph, bisect_padded
 from workbench.encoder.parity.faults import FAULTS, Fault, Sentinel, baseline, try_fault, untested
 from workbench.encoder.parity.lab import ENCODER_ERRORS, Lab, Observation, lab_options, open_lab
 from workbench.encoder.parity.metrics import compare
-from workbench.encoder.parity.scenarios import SCENARIOS, NotTestedError, Scenario, near_square
+from workbench.encoder.parity.scenarios import SCENARIOS, NotTestedError, Scenario, near_square, video_manager
 from workbench.encoder.session import Grid, SessionOptions
 from workbench.environment import environment
 from workbench.errors import WorkbenchError
-from workbench.models import model_facts
+from workbench.models import Modality, model_facts
 from workbench.parity import (
     SCHEMA_VERSION,
     Bisection,
@@ -60,6 +60,8 @@ STATIC_LIMITS = [
     "memory that graphs of one pool share: a static replay has no pool",
     "captured addresses (replaced buffers, reloaded weights): a static replay looks them up again",
 ]
+
+FUSED_LIMIT = "the Triton kernels of variant fused: on the CPU torch computes the same dataflow"
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ def run(
     configuration: Configuration,
     plan: Plan | None = None,
     *,
+    variants: Sequence[str] = (),
     name: str = "parity",
     progress: Progress = silent,
     on_part: Callable[[Parity], None] = lambda _parity: None,
@@ -110,21 +113,23 @@ def run(
     """Run the lab on one encoder and configuration.
 
     Args:
+        variants: of the encoder, see `lab.open_lab`.
         name: stored with the result.
         on_part: given the result so far, after the matrix and after each fault: a fault may end a CUDA process.
 
     Raises:
-        WorkbenchError: see `session.open_session`.
+        WorkbenchError: see `lab.open_lab`.
     """
     plan = plan or Plan()
     start = time.perf_counter()
-    with open_lab(options, configuration, seed=plan.seed) as lab:
+    with open_lab(options, configuration, seed=plan.seed, variants=variants) as lab:
         parity = _with_faults(observe(lab, plan, name=name, progress=progress), [], start)
         on_part(parity)
     if not plan.faults:
         return parity
     shallow = replace(options, depth=min(plan.fault_depth, parity.model.depth))
-    with open_lab(shallow, replace(configuration, budgets=FAULT_BUDGETS), seed=plan.seed) as lab:
+    small = replace(configuration, budgets=FAULT_BUDGETS)
+    with open_lab(shallow, small, seed=plan.seed, variants=variants) as lab:
         results = campaign(lab, progress, lambda results: on_part(_with_faults(parity, results, start)))
         return _with_faults(parity, results, start)
 
@@ -167,9 +172,17 @@ def observe(lab: Lab, plan: Plan, *, name: str = "parity", progress: Progress = 
         proxy_noise=proxy_noise,
         faults=[],
         clean=clean_runs(lab, plan.clean, plan.seed, progress) if plan.clean else None,
-        not_tested=[] if lab.cuda else STATIC_LIMITS,
+        not_tested=_untested_here(lab),
         seconds=time.perf_counter() - start,
+        variants=list(lab.variants),
+        exact=lab.exact,
     )
+
+
+def _untested_here(lab: Lab) -> list[str]:
+    if lab.cuda:
+        return []
+    return STATIC_LIMITS + [FUSED_LIMIT] * lab.fused
 
 
 def _badness(item: ItemResult) -> float:
@@ -191,9 +204,22 @@ def run_matrix(lab: Lab, names: tuple[str, ...], progress: Progress = silent) ->
             matrix.items += part.items
             matrix.findings += part.findings
         else:
-            run_cell(lab, scenario, budget, matrix)
+            with _digest_of(lab, scenario):
+                run_cell(lab, scenario, budget, matrix)
     progress("scenarios", 1.0)
     return matrix
+
+
+@contextmanager
+def _digest_of(lab: Lab, scenario: Scenario) -> Iterator[None]:
+    """Leave inputs out of the fingerprint that exist only with a variant, so that a session without has the same."""
+    digest = lab.digest
+    if scenario.modality not in model_facts(lab.session.facts.key).graph_modalities:
+        lab.digest = None
+    try:
+        yield
+    finally:
+        lab.digest = digest
 
 
 def _budgets(lab: Lab, scenario: Scenario) -> list[int | None]:
@@ -235,6 +261,8 @@ def _cell(name: str, budget: int | None, seen: list[Observation]) -> Cell:
         ratio=max(known) if known and len(known) == len(ratios) else None,
         worst=max(differences, key=lambda d: float("inf") if d.relative_rms is None else d.relative_rms, default=None),
         reason=reason,
+        graph_items=sum(len(one.as_graph) for one in seen),
+        graph_equal=sum(sum(one.as_graph) for one in seen),
     )
 
 
@@ -311,12 +339,12 @@ def campaign(
 
     Args:
         on_fault: given all results so far after each fault; a CUDA process may end at the next one.
-        names: which; empty: every one.
+        names: which; empty: every one, those of a variant's code where the lab has it.
 
     Raises:
         WorkbenchError: no such fault.
     """
-    chosen = [_fault(name) for name in names or FAULTS]
+    chosen = [_fault(name) for name in names] or [f for f in FAULTS.values() if set(f.variants) <= set(lab.variants)]
     results: list[FaultResult] = []
     known = baseline(lab)
     for done, planted in enumerate(chosen):
@@ -367,18 +395,27 @@ def run_campaign(
 def clean_runs(lab: Lab, workloads: int, seed: int, progress: Progress = silent) -> CleanRuns:
     """Run random calls on the unchanged code; each that is not equal or within noise is a false alarm.
 
-    A call holds 1 to 2 x max items images whose tokens and aspect ratios are drawn log-uniformly.
+    A call holds 1 to 2 x max items images whose tokens and aspect ratios are drawn log-uniformly. Where a variant
+    gives an encoder of images its graphs for videos, the last quarter of the calls are of videos.
     """
     rng = np.random.default_rng(seed)
+    videos = workloads // 4 if lab.resamples else 0
     alarms = items = 0
     worst = 0.0
-    for done in range(workloads):
-        progress("random workloads", done / workloads)
-        grids = random_grids(lab, rng)
-        seen = lab.observe(grids, "random")
-        items += len(grids)
-        alarms += seen.status not in ("equal", "within_noise")
-        worst = max(worst, seen.ratio if seen.ratio is not None else float("inf"))
+
+    def run(calls: range, draw: Callable[[Lab, np.random.Generator], list[Grid]], modality: Modality) -> None:
+        nonlocal alarms, items, worst
+        for done in calls:
+            progress("random workloads", done / workloads)
+            seen = lab.observe(lab.inputs(draw(lab, rng), modality), "random")
+            items += len(seen.call.grids)
+            alarms += seen.status not in ("equal", "within_noise")
+            worst = max(worst, seen.ratio if seen.ratio is not None else float("inf"))
+
+    run(range(workloads - videos), random_grids, "image")
+    if videos:
+        with video_manager(lab, max(lab.budgets)):
+            run(range(workloads - videos, workloads), random_videos, "video")
     return CleanRuns(workloads=workloads, items=items, false_alarms=alarms, worst_ratio=min(worst, 1e9), seed=seed)
 
 
@@ -390,6 +427,18 @@ def random_grids(lab: Lab, rng: np.random.Generator) -> list[Grid]:
         tokens = int(np.exp(rng.uniform(0, np.log(largest + 1))))
         height = max(1, min(tokens, round(np.exp(rng.uniform(0, np.log(tokens + 1))))))
         grids.append((1, height * merge, tokens // height * merge))
+    return grids
+
+
+def random_videos(lab: Lab, rng: np.random.Generator) -> list[Grid]:
+    """Draw the grids of one call of videos, each of at most the largest budget's tokens before frames are merged."""
+    merge, largest, step = lab.session.facts.merge, max(lab.budgets), lab.frames_per_step
+    grids: list[Grid] = []
+    for _ in range(int(rng.integers(1, lab.manager.max_batch_size + 1))):
+        frames = step * int(rng.integers(1, 5))
+        height = int(rng.integers(1, max(1, largest // frames) + 1))
+        width = int(rng.integers(1, max(1, largest // frames // height) + 1))
+        grids.append((frames, height * merge, width * merge))
     return grids
 
 

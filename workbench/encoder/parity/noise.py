@@ -7,11 +7,12 @@ eager as served against the same encoder in float32. The larger of the two is th
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from workbench.encoder.parity.bisect import Stages, compare_stage, staged, tower_of
+from workbench.encoder.parity.bisect import RESAMPLER, Stages, compare_stage, staged, tower_of
 from workbench.encoder.parity.metrics import compare
 from workbench.errors import WorkbenchError
 from workbench.parity import Difference, Noise
@@ -29,7 +30,7 @@ def measure_noise(lab: "Lab", reference: "EncoderSession", calls: Sequence["Enco
     """Measure what rounding does to the items of `calls`.
 
     Args:
-        reference: the same encoder in float32.
+        reference: the same encoder in float32. Only its eager outputs count, so it needs no variant.
         calls: each is encoded whole and item by item.
 
     Raises:
@@ -38,12 +39,13 @@ def measure_noise(lab: "Lab", reference: "EncoderSession", calls: Sequence["Enco
     composition: list[Difference] = []
     against_reference: list[Difference] = []
     floors: dict[str, tuple[float, float]] = {}
+    run = partial(_run, lab.resamples)
     for call in calls:
-        whole, stages = _run(lab.session, call)
-        exact, exact_stages = _run(reference, dataclasses.replace(call, pixels=call.pixels.to(reference.dtype)))
+        whole, stages = run(lab.session, call)
+        exact, exact_stages = run(reference, dataclasses.replace(call, pixels=call.pixels.to(reference.dtype)))
         against_reference += [compare(a, b) for a, b in zip(whole, exact, strict=True)]
         for i, (own, own_exact) in enumerate(zip(_split(stages, call), _split(exact_stages, call), strict=True)):
-            (alone,), alone_stages = _run(lab.session, lab.part(call, [i]))
+            (alone,), alone_stages = run(lab.session, lab.part(call, [i]))
             composition.append(compare(whole[i], alone))
             _raise_floors(floors, own, alone_stages)
             _raise_floors(floors, own, own_exact)
@@ -63,9 +65,11 @@ def measure_noise(lab: "Lab", reference: "EncoderSession", calls: Sequence["Enco
     )
 
 
-def _run(session: "EncoderSession", call: "EncoderInputs") -> tuple[list[torch.Tensor], Stages]:
+def _run(resamples: bool, session: "EncoderSession", call: "EncoderInputs") -> tuple[list[torch.Tensor], Stages]:
     with staged(tower_of(session)) as stages:
         outputs = session.eager_served(call)
+    if resamples:
+        stages[RESAMPLER] = torch.cat(outputs)
     return outputs, stages
 
 

@@ -144,7 +144,10 @@ def poisoned_buffers(lab: "Lab", budget: int | None) -> Iterator["Observation"]:
     """The manager must overwrite whatever an earlier replay left."""
     for name, value in POISONS.items():
         call = lab.inputs(_usual(lab, budget))
-        _fill_buffers(lab, value)
+        if "one_pass" in lab.variants:
+            _leave_behind(lab, value)
+        else:
+            _fill_buffers(lab, value)
         seen = lab.observe(call, "poisoned-buffers")
         seen.findings = [
             msgspec.structs.replace(finding, message=f"{finding.message} (poison: {name})") for finding in seen.findings
@@ -158,14 +161,21 @@ def poisoned_padding(lab: "Lab", budget: int | None) -> Iterator["Observation"]:
     for name, value in POISONS.items():
         call = lab.inputs(_usual(lab, budget))
         rows = sum(prod(grid) for grid in call.grids)
+        spoiled: list[torch.Tensor] = []
 
-        def poison(captured: Any, rows: int = rows, value: float = value) -> None:
+        def poison(
+            captured: Any, rows: int = rows, value: float = value, spoiled: list[torch.Tensor] = spoiled
+        ) -> None:
             total = captured.input_buffers["pixel_values"].shape[0]
             for key, buffer in captured.input_buffers.items():
                 if buffer is not None and buffer.ndim > 1 and key != "cu_seqlens" and buffer.shape[0] == total:
                     buffer[rows:] = value
+                    spoiled.append(buffer[rows:])
 
         seen = lab.observe(call, "poisoned-padding", before_replay=poison, probe=True)
+        with torch.inference_mode():
+            for behind in spoiled:
+                behind.zero_()  # what the manager left there; variant one_pass relies on it
         # That the padding is not zero, and stays what it was, is this scenario's own doing.
         seen.findings = [f for f in seen.findings if f.suspect != "padding" and "are not finite" not in f.message]
         if "hazard" in seen.item_statuses and not seen.findings:
@@ -301,11 +311,12 @@ def video(lab: "Lab", budget: int | None) -> Iterator["Observation"]:
     assert budget is not None
     with video_manager(lab, budget):
         limit = lab.manager.max_frames_per_batch
-        for frames in sorted({1, 2, limit // 2, limit}):
+        for frames in sorted({_frames(lab, n) for n in (1, 2, limit // 2, limit)}):
             if frames <= budget:
                 yield lab.observe(_video(lab, [(frames, budget // frames)]), "video", padded=True)
         if budget >= 8:
-            yield lab.observe(_video(lab, [(2, budget // 8), (3, max(1, budget // 8))]), "video", padded=True)
+            videos = [(2, budget // 8), (_frames(lab, 3), max(1, budget // 8))]
+            yield lab.observe(_video(lab, videos), "video", padded=True)
 
 
 @scenario("more frames than the captured offsets hold", modality="video", spans=True)
@@ -313,7 +324,7 @@ def video_frames_over(lab: "Lab", budget: int | None) -> Iterator["Observation"]
     """The packer counts tokens and items, never frames (D4)."""
     budget = max(lab.budgets)
     with video_manager(lab, budget):
-        frames = lab.manager.max_frames_per_batch + 1
+        frames = _frames(lab, lab.manager.max_frames_per_batch + 1)
         if frames > budget:
             raise NotTestedError(f"budget {budget} cannot hold {frames} frames")
         yield lab.observe(_video(lab, [(frames, 1)]), "video-frames-over")
@@ -412,6 +423,12 @@ def _video(lab: "Lab", videos: list[tuple[int, int]]) -> "EncoderInputs":
     return lab.inputs([near_square(tokens, merge, frames) for frames, tokens in videos], "video")
 
 
+def _frames(lab: "Lab", at_least: int) -> int:
+    """Return the smallest number of frames that the encoder merges without a rest."""
+    step = lab.frames_per_step
+    return -(-at_least // step) * step
+
+
 def _joined(a: "EncoderInputs", b: "EncoderInputs") -> "EncoderInputs":
     return replace(
         a,
@@ -453,3 +470,13 @@ def _fill_buffers(lab: "Lab", value: float) -> None:
             if buffer is not None and buffer.ndim and buffer.is_floating_point():
                 buffer.fill_(value)
         captured.output_buffer.fill_(value)
+
+
+def _leave_behind(lab: "Lab", value: float) -> None:
+    """Fill the pixel rows of every budget with `value` the only way that variant `one_pass` allows: by a call.
+
+    It notes how many rows a replay leaves behind, so it need not zero what nobody wrote.
+    """
+    for budget in lab.budgets:
+        call = lab.session.inputs([_grid(lab, budget)])
+        lab.session.graph(replace(call, pixels=torch.full_like(call.pixels, value)))

@@ -26,6 +26,8 @@ class Fault:
         needs: "cuda" where a static replay cannot show it.
         models: registry keys of the models that it can exist in.
         backends: attention backends that it can exist in; empty: all.
+        variants: those whose code it spoils; empty: vLLM's own.
+        absent: variants that replace the code it spoils.
     """
 
     name: str
@@ -35,6 +37,8 @@ class Fault:
     needs: Literal["cpu", "cuda"] = "cpu"
     models: tuple[str, ...] = BOTH
     backends: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
 
 
 FAULTS: dict[str, Fault] = {}

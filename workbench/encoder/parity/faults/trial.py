@@ -124,6 +124,12 @@ class Sentinel:
 def _not_testable(lab: Lab, planted: Fault) -> str:
     if lab.session.facts.key not in planted.models:
         return f"{lab.session.facts.title} has no such code"
+    missing = [name for name in planted.variants if name not in lab.variants]
+    if missing:
+        return f"it needs the code of variant {', '.join(missing)}"
+    replaced = [name for name in planted.absent if name in lab.variants]
+    if replaced:
+        return f"variant {', '.join(replaced)} has no such code"
     if planted.needs == "cuda" and not lab.bakes:
         return "a static replay runs Python again, so it cannot show this"
     backend = lab.session.model_record.attention_backend.split()[0]  # "FLASH_ATTN 3" names the version too
