@@ -87,3 +87,17 @@ def test_a_reader_gets_no_more_memory_than_is_spared_for_it(tmp_path: Path, monk
     monkeypatch.setattr(trace_reader, "_available_bytes", lambda: trace_reader.SPARED_BYTES + 150 * 2**20)
     result = trace_reader.run_reader("json.load", [trace])
     assert result["failed"] == "more memory than the 0.1 GiB it was given"
+
+
+def test_the_widgets_benchmark_moves_the_slider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ipywidgets")
+    from benchmarks import widgets
+
+    monkeypatch.setattr(widgets, "MOVES", 3)
+    file = tmp_path / "sizes.parquet"
+    assert widgets.write_workload(file, 2000) == pytest.approx(2000, rel=0.05)
+    assert len(widgets.in_kernel(file)) == 3
+    _, body = SECTIONS["widgets"](
+        {"items": 2000, "limit_ms": 250.0, "rows": [{"what": "browser", "missing": "none"}, widgets._row("k", [1.0])]}
+    )
+    assert "| browser | none |" in body
