@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Write README's generated regions from the files they quote; with --check, only say whether they are current.
+"""Write the generated regions of README and docs/parallel.md; with --check, only say whether they are current.
 
     .venv/bin/python scripts/readme.py [--check]
 
-A region lies between `<!-- generated: NAME -->` and `<!-- end -->`. No number of README is typed by hand:
+A region lies between `<!-- generated: NAME -->` and `<!-- end -->`. No number in one is typed by hand:
 
     notebooks   title of each notebook and the sentence that says what it is for
     found       headlines of the variants, the costs and the engine, from the recordings
     measured    the recordings' timings
     benchmarks  the first part of benchmarks/results.md, which `make bench` writes
     faults      the first part of docs/faults.md, which `make faults` writes
+    parallel    calls over several GPUs, from the recordings of `workbench parallel`; in docs/parallel.md
 """
 
 import argparse
@@ -25,6 +26,20 @@ from workbench.comparison import check, read_comparisons
 from workbench.costs import CostModel, read_profile
 from workbench.engine_bench import arms_table, read_bench
 from workbench.models import model_facts
+from workbench.parallel import (
+    ARMS,
+    RESULT_FILE,
+    arm_titles,
+    beside_published,
+    exchanges,
+    gpu_names,
+    judgement,
+    read_parallel,
+    shares,
+    shown,
+    times,
+    trace_ranks,
+)
 from workbench.parity import DETAILS
 from workbench.run import RUN_FILE, Arm, Run, read_run
 from workbench.stats import summary
@@ -109,7 +124,7 @@ def _of_variants(folder: Path) -> list[tuple[str, str, str]]:
         if before and after and served and len(case.grids) == 1:
             text = f"vLLM's graph {before:.2f} ms, the variants' {after:.2f} ms: {before / after:.2f}x; "
             text += f"eager as served {served:.1f} ms, {served / after:.1f}x"
-            rows.append((f"what better graphs win, {case.name}", text, "notebook 01, section 12"))
+            rows.append((f"what better graphs win, {case.name}", text, "notebook 01, section 10"))
     return rows
 
 
@@ -153,17 +168,58 @@ def faults(root: Path) -> str:
     return path.read_text("utf-8").split(DETAILS)[0].partition("\n")[2].strip() + "\n"
 
 
+def parallel(root: Path) -> str:
+    """Return the tables of every recording of calls over several GPUs, one heading each."""
+    folders = sorted(path.parent for path in (root / "workbench" / "recordings").glob(f"*/{RESULT_FILE}"))
+    return "\n".join(_ranks_of(folder) for folder in folders) or "No recording of several GPUs is here.\n"
+
+
+def _ranks_of(folder: Path) -> str:
+    from workbench.views.parallel import gain, published, why
+
+    run = read_parallel(folder)
+    joined, doubts = trace_ranks(folder, run)
+    timed = times(run)
+    heads = ("call", *arm_titles(run).values(), "graph, times 1 GPU")
+    rows = []
+    for first in range(0, len(timed), len(ARMS)):
+        arms = timed[first : first + len(ARMS)]
+        cells = [f"{arm['median ms']:.2f} ({arm['P99 ms']:.2f})" for arm in arms]
+        rows.append((f"`{arms[0]['items']}`", *cells, f"{arms[0]['vs 1 GPU']:.2f}"))
+    about = f"vLLM {run.environment.vllm}, {run.ranks[0].model.weights}, n = {timed[0]['n']}; `{folder.name}`."
+    text = (
+        f"### {model_facts(run.ranks[0].model.key).title}, mode `{run.tp_mode}`, {gpu_names(run)}\n\n"
+        f"{about} Medians in ms, P99 in brackets.\n\n{table(heads, rows)}\n"
+        f"{_listed(shares(run))}\n{gain(run, timed)} {judgement(run)}"
+    )
+    beside = beside_published(run)
+    text += f" {published(beside)}" if beside else ""
+    if joined is None:
+        return f"{text} {' '.join(doubts)}\n"
+    exchanged = exchanges(run, joined)
+    return f"{text} {why(run, timed, exchanged)}\n\n{_listed(exchanged)}"
+
+
+def _listed(rows: Sequence[dict[str, object]]) -> str:
+    """A table of rows, calls by their items."""
+    heads = [name for name in rows[0] if name != "call"]
+    cells = [[f"`{row[name]}`" if name == "items" else shown(name, row[name]) for name in heads] for row in rows]
+    return table(heads, cells)
+
+
+PAGES = ("README.md", "docs/parallel.md")
 REGIONS: dict[str, Callable[[Path], str]] = {
     "notebooks": notebooks,
     "found": found,
     "measured": measured,
     "benchmarks": benchmarks,
     "faults": faults,
+    "parallel": parallel,
 }
 
 
 def regenerate(text: str, root: Path) -> str:
-    """Return README's `text` with every region written anew.
+    """Return a page's `text` with every region written anew.
 
     Raises:
         KeyError: a region of an unknown name.
@@ -172,19 +228,21 @@ def regenerate(text: str, root: Path) -> str:
 
 
 def main() -> int:
-    """Write README, or with --check compare it; exit 1 when it is not current."""
+    """Write the pages, or with --check compare them; exit 1 when one is not current."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when README is not current")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is not current")
     check = parser.parse_args().check
-    path = ROOT / "README.md"
-    before = path.read_text("utf-8")
-    after = regenerate(before, ROOT)
-    if check and before != after:
-        print("README.md is not current; run scripts/readme.py", file=sys.stderr)
-        return 1
-    if not check:
-        path.write_text(after, "utf-8")
-    return 0
+    stale = []
+    for page in PAGES:
+        before = (ROOT / page).read_text("utf-8")
+        after = regenerate(before, ROOT)
+        if before != after:
+            stale.append(page)
+        if not check:
+            (ROOT / page).write_text(after, "utf-8")
+    if check and stale:
+        print(f"{' and '.join(stale)} not current; run scripts/readme.py", file=sys.stderr)
+    return 1 if check and stale else 0
 
 
 if __name__ == "__main__":

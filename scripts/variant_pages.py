@@ -39,13 +39,14 @@ def figures(ladder: Ladder, variant: str) -> str:
     baseline = FALLBACK if variant == FALLBACK_VARIANT else GRAPH
     rows = [row for case in _in_order(ladder) if (row := _row(case, baseline, variant))]
     if not rows:
-        return f"{about}: no call of this session has times of this variant beside {baseline}.\n"
+        return f"{about}: no call of this session has times of this variant beside {baseline}.\n{_whole(ladder)}"
     before = f"Before: vLLM's {baseline}, or for video eager as served."
     if variant == FALLBACK_VARIANT:
         before = f"An item above the largest budget, {max(ladder.budgets)}. {_refused(ladder)}Before: {baseline}."
     return (
         f"{about}.\n{before} GPU busy and nodes: before → with it.\n"
-        f"Parity: distance to eager as served over the noise floor.\n\n{_table(HEADS, rows)}"
+        f"Parity: distance to eager as served over the noise floor.\n{_beyond(ladder.cases, variant)}\n"
+        f"{_table(HEADS, rows)}"
     )
 
 
@@ -71,7 +72,8 @@ def overview(ladder: Ladder) -> str:
         rows.append((case.name, *(cell for pair in timed for cell in pair), *faster, nodes, parity))
     return (
         f"{about}.\nNodes: vLLM's graph → all variants. Parity: of all variants, distance to eager as served "
-        f"over the noise floor.\nEvery column of every call is in notebook 01, section 10.\n\n"
+        f"over the noise floor.\n{_beyond(ladder.cases, ALL)}{_whole(ladder)}"
+        f"Every column of every call is in notebook 01, section 10.\n\n"
         f"{_table(OVERVIEW_HEADS, rows)}"
     )
 
@@ -81,10 +83,32 @@ def _about(ladder: Ladder) -> str:
         raise WorkbenchError("this ladder was made on a CPU, where times say nothing; measure on a GPU")
     gpus = ", ".join(sorted({gpu.name for gpu in ladder.environment.gpus})) or "GPU"
     model = ladder.model
+    counts = sorted({len(column.wall_us) for case in ladder.cases for column in case.columns if column.wall_us})
+    samples = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))) if counts else "no"
     return (
         f"{gpus}, vLLM {ladder.environment.vllm}, {model.attention_backend}, {model.weights}; un-profiled, "
-        f"{ladder.repeats} samples a column, mean and P99 of one call"
+        f"{samples} samples a column, mean and P99 of one call"
     )
+
+
+def _beyond(cases: Sequence[Case], name: str) -> str:
+    """Say how far outputs lie beyond the noise floor; nothing where none does."""
+    known = [
+        item.relative_rms / case.noise_rms
+        for case in cases
+        for column in case.columns
+        if column.name == name
+        for item in column.parity
+        if item.relative_rms is not None and case.noise_rms
+    ]
+    if max(known, default=0.0) <= 1:
+        return ""
+    return f"Outputs lie up to {max(known):.2f} noise floors from eager as served, beyond the floor.\n"
+
+
+def _whole(ladder: Ladder) -> str:
+    """Say what the run did not come to."""
+    return f"Not whole: {'; '.join(ladder.notes)}.\n" if ladder.notes else ""
 
 
 def _refused(ladder: Ladder) -> str:

@@ -131,14 +131,22 @@ def read_parallel(folder: Path) -> ParallelRun:
     if version != SCHEMA_VERSION:
         raise WorkbenchError(f"{path} has schema version {version!r}; this workbench reads {SCHEMA_VERSION}")
     run = read_json(path, ParallelRun)
-    if run.calls and len(run.ranks) > 1 and all(_whole(run, rank) for rank in run.ranks):
-        return run
-    raise WorkbenchError(f"{path} does not hold two ranks or more with every call in every arm; measure it again")
+    if not run.calls or len(run.ranks) < 2 or not all(_whole(run, rank) for rank in run.ranks):
+        raise WorkbenchError(
+            f"{path} does not hold two ranks or more with every call in every arm, as often on each; measure it again"
+        )
+    return run
 
 
 def _whole(run: ParallelRun, rank: Rank) -> bool:
-    measured = all(len(share.wall_us.get(arm, ())) for share in rank.calls for arm in ARMS)
-    return measured and len(rank.calls) == len(run.calls) and Path(rank.trace).name == rank.trace
+    if len(rank.calls) != len(run.calls) or Path(rank.trace).name != rank.trace or rank.model.dtype not in ROUNDING:
+        return False
+    for first, share in zip(run.ranks[0].calls, rank.calls, strict=True):
+        counts = [(len(first.wall_us.get(arm, ())), len(share.wall_us.get(arm, ()))) for arm in ARMS]
+        gathered = share.gathered_rows > 0 or run.tp_mode == "weights"
+        if not gathered or not all(mine == theirs > 0 for mine, theirs in counts):
+            return False
+    return True
 
 
 def find_parallel(model: str, run_folder: Path | None = None) -> Path | None:
@@ -211,7 +219,7 @@ def judgement(run: ParallelRun) -> str:
     text = f"Outputs of {len(run.ranks)} GPUs by graphs have the bits of one GPU's in {same} of {len(rows)} calls"
     if run.tp_mode == "data":
         alike = [bool(row["same bits"]) == row["same replays"] for row in rows]
-        text += ", just those whose replays are also one GPU's" if all(alike) and same < len(rows) else ""
+        text += ", exactly those with one GPU's replays" if all(alike) and same < len(rows) else ""
     verdict = "within" if agrees(run) else "beyond"
     return f"{text}; the largest relative RMS is {max(known):.4f}, {verdict} what rounding may do ({most:g})."
 
@@ -373,3 +381,15 @@ def gpu_names(run: ParallelRun) -> str:
     """Name what it ran on: "2 NVIDIA H200"."""
     machine = run.environment
     return f"{len(run.ranks)} {machine.gpus[0].name if machine.gpus else machine.cpu}"
+
+
+_FORMATS = {"padded": ".0%", "us": ".1f", "ms": ".2f", "RMS": ".4f"}  # by the last word of a heading
+
+
+def shown(heading: str, value: object) -> str:
+    """Write a cell of these tables, with the decimals that its heading's unit deserves."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None:
+        return "not finite"
+    return format(value, _FORMATS.get(heading.split()[-1], ".2f")) if isinstance(value, float) else str(value)

@@ -219,13 +219,12 @@ def _times(run: "ParallelRun") -> list[dict[str, object]]:
     return rows
 
 
-_FORMATS = {"padded": ".0%", "us": ".1f", "ms": ".2f", "RMS": ".4f"}  # by the last word of a heading
-
-
 def _table(title: str, rows: "Sequence[dict[str, object]]") -> "Table":
     """A narrow table: headings break at spaces, but not before "GPU"; a call's items after commas."""
     from rich.box import SIMPLE
     from rich.table import Table
+
+    from workbench.parallel import shown
 
     table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False, collapse_padding=True)
     for name in rows[0] if rows else ():
@@ -233,13 +232,5 @@ def _table(title: str, rows: "Sequence[dict[str, object]]") -> "Table":
         head = re.sub(r" (?!GPU)", "\n", name)
         table.add_column(head, justify=justify, vertical="bottom", no_wrap=name != "items")
     for row in rows:
-        table.add_row(*(_cell(name.split()[-1], value) for name, value in row.items()))
+        table.add_row(*(shown(name, value).replace(",", ", ") for name, value in row.items()))
     return table
-
-
-def _cell(unit: str, value: object) -> str:
-    if isinstance(value, float):
-        return format(value, _FORMATS.get(unit, ".2f"))
-    if value is None:
-        return "not finite"
-    return ("yes" if value else "no") if isinstance(value, bool) else str(value).replace(",", ", ")

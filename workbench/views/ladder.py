@@ -26,6 +26,7 @@ _ARM_COLORS = {ARM_TITLES[arm]: color for arm, color in ARM_COLORS.items()}
 _BASELINES = {"eager as served": BLUE, "eager fallback": VERMILION, "vLLM's graph": MUTED}
 _MARK = {"symbol": "line-ns", "size": 20, "line": {"width": 3, "color": BLACK}}
 _MOST_MODULES = 14
+_RATIOS = [0.2, 0.5, 0.8, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30]  # ticks of a logarithmic axis
 _BELOW = {"y": -0.2, "yanchor": "top"}
 
 
@@ -96,7 +97,8 @@ def _treemap(table: pd.DataFrame, total: float, across: tuple[float, float]) -> 
         names = [module] if module == OUTSIDE_MODULES else module.replace(ALL_BLOCKS, "blocks").split(".")
         # A box in a box takes room: a module of one family, with none inside it, is one box.
         alone = modules.count(module) == 1 and not any(other.startswith(f"{module}.") for other in modules)
-        path = [graph, *names[:-1], f"{names[-1]}: {family}"] if alone else [graph, *names, family]
+        # On two lines, so that narrow boxes keep their names.
+        path = [graph, *names[:-1], f"{names[-1]}<br>{family}"] if alone else [graph, *names, family]
         for depth in range(1, len(path)):
             key = "/".join(path[: depth + 1])
             leaf = depth == len(path) - 1
@@ -153,14 +155,21 @@ def steps(table: pd.DataFrame) -> go.Figure:
         x=rows["median ms"],
         orientation="h",
         marker_color=[_step_color(step) for step in rows["step"]],
-        text=[f"{value:.2f} ms" for value in rows["median ms"]],
-        textposition="auto",
         name="median",
     )
+    # Labels stand behind the P99: the bars of fast steps have no room for them.
     figure.add_scatter(
-        y=_wrapped(rows["step"], 32), x=rows["P99 ms"], mode="markers", marker=_MARK, name="P99", cliponaxis=False
+        y=_wrapped(rows["step"], 32),
+        x=rows["P99 ms"],
+        mode="markers+text",
+        marker=_MARK,
+        text=[f"{value:.2f} ms, P99 {p99:.2f}" for value, p99 in zip(rows["median ms"], rows["P99 ms"], strict=True)],
+        textposition="middle right",
+        name="P99",
+        cliponaxis=False,
     )
     figure.update_yaxes(autorange="reversed")
+    figure.update_xaxes(range=[0, 1.3 * float(rows["P99 ms"].max())])
     figure.update_layout(
         title=f"One call of {table['call'].iloc[0]}, step by step",
         xaxis_title="ms, host time between two synchronises, un-profiled",
@@ -215,7 +224,7 @@ def cases(table: pd.DataFrame) -> go.Figure:
         )
     figure.add_vline(x=1, line_dash="dot", line_color=BLUE)
     figure.update_yaxes(categoryorder="array", categoryarray=calls[::-1])
-    figure.update_xaxes(type="log", dtick="D1", title="times as fast as eager as served, medians (logarithmic)")
+    figure.update_xaxes(type="log", tickvals=_RATIOS, title="times as fast as eager as served, medians (logarithmic)")
     figure.update_layout(title="Every call", height=150 + 40 * len(calls))
     return figure
 

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from workbench.capturable import ALL, FALLBACK, GRAPH, SERVED
-from workbench.ladder import COMBINED, HEAVY, title
+from workbench.ladder import COMBINED, HEAVY, OUTSIDE_MODULES, title
 
 _GRAPH, _ALL = title(GRAPH), title(ALL)
 _BASELINES = (SERVED, FALLBACK, _GRAPH)
@@ -63,17 +63,22 @@ def graphs(table: pd.DataFrame) -> str:
 
 
 def roofline(tables: Sequence[pd.DataFrame]) -> str:
-    """From `ladder.modules` of each graph: the distance of the whole, and the module that is farthest away."""
+    """From `ladder.modules` of each graph: the distance of the whole, and the module that is farthest above its own."""
     told = []
     for table in tables:
         us, floor = float(table["us"].sum()), float(table["roofline us"].sum())
         whole = f"*{table['graph'].iloc[0]}* takes {us / floor:.1f} times its roofline of {floor:,.0f} us"
-        heavy = [row for row in _rows(table, "times roofline") if row["share"] >= HEAVY]
-        if heavy:
-            far = max(heavy, key=lambda row: float(row["times roofline"]))
-            whole += f", `{far['module']}` {far['times roofline']:.1f} times its own"
+        known = _rows(table, "times roofline")
+        if known:
+            far = max(known, key=lambda row: float(row["us"] - row["roofline us"]))
+            whole += (
+                f", farthest above its own `{far['module']}` with {far['us']:,.0f} us for {far['roofline us']:,.0f}"
+            )
+        loose = sum(row["us"] for row in _rows(table) if row["module"] == OUTSIDE_MODULES)
+        if loose >= HEAVY * us:
+            whole += f"; {loose:,.0f} us run outside any module, in kernels that no module of vLLM calls"
         told.append(whole)
-    return f"{'; '.join(told)}. The modules named are the farthest away of those that take {HEAVY:.0%} or more."
+    return f"{'. '.join(told)}."
 
 
 def steps(table: pd.DataFrame) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from workbench.parallel import ARMS, ParallelArm, ParallelRun, arm_titles, balance
-from workbench.views.theme import BLACK, BLUE, GREEN, ORANGE, VERMILION
+from workbench.views.theme import BLACK, BLUE, GREEN, INK, ORANGE, PAPER, VERMILION
 
 Rows = Sequence[dict[str, Any]]
 
@@ -23,11 +23,7 @@ def times(rows: Rows) -> go.Figure:
             x=[row["median ms"] for row in own],
             orientation="h",
             name=arm,
-            marker={
-                "color": GREEN if arm.startswith("graph") else BLUE,
-                "opacity": 0.55 if alone else 1.0,
-                "pattern": {"shape": "/" if alone else ""},
-            },
+            marker={"color": GREEN if arm.startswith("graph") else BLUE, "opacity": 0.4 if alone else 1.0},
             error_x={
                 "type": "data",
                 "array": [row["P99 ms"] - row["median ms"] for row in own],
@@ -39,6 +35,7 @@ def times(rows: Rows) -> go.Figure:
             text=[f"{row['median ms']:.2f}" for row in own],
             textposition="inside",
             insidetextanchor="start",
+            insidetextfont={"color": INK if alone else PAPER},
         )
     figure.update_yaxes(autorange="reversed")
     figure.update_layout(
@@ -95,12 +92,12 @@ def gain(run: ParallelRun, rows: Rows) -> str:
     else:
         best = gains.index(max(gains))
         text = (
-            f"By graphs *{several[best]['items']}* takes {several[best]['median ms']:.2f} ms over {gpus} GPUs and "
+            f"By graphs `{several[best]['items']}` takes {several[best]['median ms']:.2f} ms over {gpus} GPUs and "
             f"{alone[best]['median ms']:.2f} ms on one: **{gains[best]:.2f} times as fast**; eagerly "
             f"{eager[best]['median ms']:.2f} and {eager_alone[best]['median ms']:.2f} ms."
         )
         if lost:
-            told = ", ".join(f"*{row['items']}* ({row['vs 1 GPU']:.2f})" for row in lost)
+            told = ", ".join(f"`{row['items']}` ({row['vs 1 GPU']:.2f})" for row in lost)
             text += f" Slower than on one: {told}."
     return f"{text} Medians, n = {several[0]['n']}; over several GPUs a sample is the slowest rank's."
 
@@ -123,7 +120,7 @@ def loads(run: ParallelRun, rows: Rows) -> str:
     worst = max(shared, key=lambda one: one.imbalance)
     rank = worst.waiting_us.index(max(worst.waiting_us))
     return (
-        f"The shares of *{rows[worst.call]['items']}* are most uneven: the largest is {worst.imbalance:.2f} times the "
+        f"The shares of `{rows[worst.call]['items']}` are most uneven: the largest is {worst.imbalance:.2f} times the "
         f"mean, {worst.padded:.0%} of the gathered rows are padding, and rank {rank}, with {worst.items[rank]} of "
         f"{sum(worst.items)} items, waits {max(worst.waiting_us) / 1e3:.2f} ms at the gather."
     )

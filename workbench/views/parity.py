@@ -94,8 +94,8 @@ def _heatmap(
 
 
 def matrix_table(parity: Parity) -> pd.DataFrame:
-    """One row per tested cell."""
-    return pd.DataFrame(
+    """One row per tested cell; of a session with variants, also how many items have the bits of vLLM's own graph."""
+    table = pd.DataFrame(
         {
             "scenario": cell.scenario,
             "budget": cell.budget,
@@ -103,6 +103,8 @@ def matrix_table(parity: Parity) -> pd.DataFrame:
             "calls": cell.calls,
             "items": cell.items,
             "bit-equal": cell.bit_equal,
+            "replayed by vLLM's graph": cell.graph_items,
+            "with its bits": cell.graph_equal,
             "worst relative RMS": cell.worst.relative_rms if cell.worst else None,
             "worst over limit": cell.ratio,
             "reason": cell.reason,
@@ -110,6 +112,7 @@ def matrix_table(parity: Parity) -> pd.DataFrame:
         for cell in parity.cells
         if cell.status != "not_tested"
     ).astype({"budget": "Int64"})
+    return table if parity.variants else table.drop(columns=["replayed by vLLM's graph", "with its bits"])
 
 
 def findings_table(findings: Sequence[Finding]) -> pd.DataFrame:
@@ -186,10 +189,11 @@ def noise(sessions: Mapping[str, Parity]) -> go.Figure:
 
 
 def noise_table(sessions: Mapping[str, Parity]) -> pd.DataFrame:
-    """The numbers of `noise`."""
-    return pd.DataFrame(
+    """The numbers of `noise`; which variants, where a session has some."""
+    table = pd.DataFrame(
         {
             "session": name,
+            "variants": ", ".join(parity.variants),
             "items": parity.noise.items,
             "composition of the batch": parity.noise.composition_rms,
             "bf16 against float32": parity.noise.reference_rms,
@@ -202,6 +206,7 @@ def noise_table(sessions: Mapping[str, Parity]) -> pd.DataFrame:
         }
         for name, parity in sessions.items()
     )
+    return table if any(parity.variants for parity in sessions.values()) else table.drop(columns="variants")
 
 
 # Bisection ---------------------------------------------------------------------------------------------------------
