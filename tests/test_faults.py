@@ -65,7 +65,7 @@ def test_a_fault_mends_itself() -> None:
         before = (dict(vars(lab.model)), dict(vars(lab.manager)))
         hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in lab.model.modules()]
         for fault in FAULTS.values():
-            if "ernie45_vl" in fault.models:
+            if "ernie45_vl" in fault.models and not fault.variants:
                 with fault.plant(lab):
                     pass
         assert (dict(vars(lab.model)), dict(vars(lab.manager))) == before

@@ -7,7 +7,7 @@ act inside `encoder_cudagraph_forward` only, so eager as served stays right.
 A fault counts as caught when the lab reports anything and the suspect it names first is one of the expected.
 """
 
-from workbench.encoder.parity.faults import buffers, forward, packing, replay, results  # they register
+from workbench.encoder.parity.faults import buffers, forward, packing, replay, results, variants  # they register
 from workbench.encoder.parity.faults.planting import FAULTS, Fault
 from workbench.encoder.parity.faults.trial import Sentinel, baseline, run_battery, try_fault, untested
 
@@ -24,4 +24,5 @@ __all__ = [
     "run_battery",
     "try_fault",
     "untested",
+    "variants",
 ]

@@ -10,14 +10,14 @@ from workbench.encoder.parity.faults.planting import fault, head, inside_graph, 
 from workbench.encoder.parity.lab import Lab
 
 
-@fault("attention of the last block left out", "attention")
+@fault("attention of the last block left out", "attention", absent_on_cuda=("fused",))
 def attention_skipped(lab: Lab) -> Iterator[None]:
     """Cosine hardly notices."""
     with inside_graph(lab, (last_attention(lab), lambda _args, output: torch.zeros_like(output), False)):
         yield
 
 
-@fault("attention reads the padded rows", "attention")
+@fault("attention reads the padded rows", "attention", absent_on_cuda=("fused",))
 def attention_over_padding(lab: Lab) -> Iterator[None]:
     """The last sequence of the last block runs to the end of the buffer."""
 
@@ -29,14 +29,19 @@ def attention_over_padding(lab: Lab) -> Iterator[None]:
         yield
 
 
-@fault("replay buffers not zeroed, and attention reads past the last item", "padding", "attention")
+@fault(
+    "replay buffers not zeroed, and attention reads past the last item",
+    "padding",
+    "attention",
+    absent_on_cuda=("fused",),
+)
 def buffers_not_zeroed_and_read(lab: Lab) -> Iterator[None]:
     """The two together change outputs."""
     with buffers_not_zeroed(lab), attention_over_padding(lab):
         yield
 
 
-@fault("attention with another softmax scale", "attention")
+@fault("attention with another softmax scale", "attention", absent_on_cuda=("fused",))
 def attention_scaled(lab: Lab) -> Iterator[None]:
     """Queries of the last block come in halved."""
 
@@ -47,21 +52,21 @@ def attention_scaled(lab: Lab) -> Iterator[None]:
         yield
 
 
-@fault("MLP of the last block left out", "mlp")
+@fault("MLP of the last block left out", "mlp", absent=("fused",))
 def mlp_skipped(lab: Lab) -> Iterator[None]:
     """Its output is zero."""
     with inside_graph(lab, (lab.tower.blocks[-1].mlp, lambda _args, output: torch.zeros_like(output), False)):
         yield
 
 
-@fault("last block left out", "blocks")
+@fault("last block left out", "blocks", absent=("fused",))
 def block_skipped(lab: Lab) -> Iterator[None]:
     """It hands on its input."""
     with inside_graph(lab, (lab.tower.blocks[-1], lambda args, _output: args[0], False)):
         yield
 
 
-@fault("hidden states dropped to float8 in every block", "blocks")
+@fault("hidden states dropped to float8 in every block", "blocks", absent=("fused",))
 def dtype_drop(lab: Lab) -> Iterator[None]:
     """Two bits of mantissa between the blocks."""
 
@@ -72,7 +77,7 @@ def dtype_drop(lab: Lab) -> Iterator[None]:
         yield
 
 
-@fault("NaN in the padded rows between the blocks", "blocks", "attention")
+@fault("NaN in the padded rows between the blocks", "blocks", "attention", absent=("fused", "resampler"))
 def padding_becomes_nan(lab: Lab) -> Iterator[None]:
     """The valid rows stay right as long as no kernel reads behind them."""
     rows: list[torch.Tensor] = []
@@ -101,7 +106,7 @@ def embedding_shifted(lab: Lab) -> Iterator[None]:
         yield
 
 
-@fault("last normalisation of the tower left out", "head")
+@fault("last normalisation of the tower left out", "head", absent_on_cuda=("fused",))
 def head_skipped(lab: Lab) -> Iterator[None]:
     """Ernie's final layer norm, GLM's merger: the output is another by a smooth function."""
 

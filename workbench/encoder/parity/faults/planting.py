@@ -27,7 +27,8 @@ class Fault:
         models: registry keys of the models that it can exist in.
         backends: attention backends that it can exist in; empty: all.
         variants: those whose code it spoils; empty: vLLM's own.
-        absent: variants that replace the code it spoils.
+        absent: variants in which the code it spoils is not there, or its effect does not reach the graph's output.
+        absent_on_cuda: the same, where a variant calls a kernel in place of a module that the fault hooks.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Fault:
     backends: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
+    absent_on_cuda: tuple[str, ...] = ()
 
 
 FAULTS: dict[str, Fault] = {}

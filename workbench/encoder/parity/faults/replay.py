@@ -75,7 +75,7 @@ def baked_host_value(lab: Lab) -> Iterator[None]:
         yield
 
 
-@fault("a branch baked into the graph", "replay", needs="cuda")
+@fault("a branch baked into the graph", "replay", needs="cuda", absent=("fused",))
 def baked_branch(lab: Lab) -> Iterator[None]:
     """A block that Python skips for the dummy items of the capture only."""
     capturing = [True]
@@ -90,7 +90,14 @@ def baked_branch(lab: Lab) -> Iterator[None]:
         yield
 
 
-@fault("attention leaves padded rows unwritten", "attention", "replay", needs="cuda", backends=("FLASH_ATTN",))
+@fault(
+    "attention leaves padded rows unwritten",
+    "attention",
+    "replay",
+    needs="cuda",
+    backends=("FLASH_ATTN",),
+    absent=("fused",),
+)
 def attention_unwritten(lab: Lab) -> Iterator[None]:
     """vLLM issue 57136: the output buffer is not zeroed, and padded rows hold what another graph left in the pool.
 
@@ -125,7 +132,14 @@ def attention_unwritten(lab: Lab) -> Iterator[None]:
         vit_attn_wrappers.torch = before
 
 
-@fault("NaN in the padded keys and values of attention", "attention", "blocks", needs="cuda", backends=("FLASH_ATTN",))
+@fault(
+    "NaN in the padded keys and values of attention",
+    "attention",
+    "blocks",
+    needs="cuda",
+    backends=("FLASH_ATTN",),
+    absent=("fused",),
+)
 def attention_nan_values(lab: Lab) -> Iterator[None]:
     """A kernel that multiplies by zero instead of masking turns them into NaN of valid rows."""
 

@@ -127,9 +127,10 @@ def _not_testable(lab: Lab, planted: Fault) -> str:
     missing = [name for name in planted.variants if name not in lab.variants]
     if missing:
         return f"it needs the code of variant {', '.join(missing)}"
-    replaced = [name for name in planted.absent if name in lab.variants]
-    if replaced:
-        return f"variant {', '.join(replaced)} has no such code"
+    absent = planted.absent + (planted.absent_on_cuda if lab.cuda else ())
+    gone = [name for name in absent if name in lab.variants]
+    if gone:
+        return f"with variant {', '.join(gone)} its code is not there, or its effect does not reach the graph's output"
     if planted.needs == "cuda" and not lab.bakes:
         return "a static replay runs Python again, so it cannot show this"
     backend = lab.session.model_record.attention_backend.split()[0]  # "FLASH_ATTN 3" names the version too
