@@ -363,10 +363,11 @@ class CostModel:
             used = np.bincount(plan.budget_index[replayed], minlength=len(budgets)) > 0
             self.replay.check(budgets[used])
             squares = np.add.reduceat(sequence_squares(arrangement), plan.first[:-1])
-            replay = np.where(replayed, self.replay.time_us(budgets, squares, plan.budget_index), 0.0)
+            replay = self.replay.time_us(budgets, squares, plan.budget_index)
             tail = _for_each(self.tail_us, plan.tokens)
             batch = self.host.batch_us + self.host.item_us * plan.items + replay + tail
             if not replayed.all():
+                replay = np.where(replayed, replay, 0.0)
                 batch = np.where(replayed, batch, self.eager_us(plan.tokens))
                 replays_only[plan.call[~replayed]] = False
             wall += np.bincount(plan.call, weights=batch, minlength=calls)
@@ -452,8 +453,8 @@ def sequence_squares(arrangement: Arrangement) -> Floats:
     An image is one sequence of 4 patches per token; a video has one sequence per frame: t * (patches / t)^2.
     """
     patches = arrangement.tokens.astype(np.float64) * PATCHES_PER_TOKEN
-    frames = np.ones_like(arrangement.tokens) if arrangement.frames is None else arrangement.frames
-    return np.asarray(patches * patches / np.maximum(frames, 1))
+    squares = patches * patches
+    return squares if arrangement.frames is None else np.asarray(squares / np.maximum(arrangement.frames, 1))
 
 
 def fit_host(calls: list[CallPoint], replays: list[ReplayPoint], tails: list[TailPoint]) -> HostCosts:
