@@ -41,7 +41,7 @@ from workbench.parallel import (
     trace_ranks,
 )
 from workbench.parity import DETAILS
-from workbench.run import RUN_FILE, Arm, Run, read_run
+from workbench.run import RUN_FILE, Arm, Equality, Run, read_run
 from workbench.stats import summary
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,6 +77,11 @@ def mean_ms(run: Run, arm: Arm, calls: Sequence[int]) -> float | None:
     return sum(means[call] for call in calls) / len(calls) / 1000
 
 
+def _agrees(row: Equality) -> bool:
+    """Say whether outputs agree but for rounding: bfloat16's stays far below a tenth, a defect of vLLM's does not."""
+    return row.relative_rms is not None and row.relative_rms <= 0.1
+
+
 def measured(root: Path) -> str:
     """Return one row per recording, over the calls that eager as served and graph both finished."""
     rows = []
@@ -89,6 +94,8 @@ def measured(root: Path) -> str:
         where = machine.gpus[0].name if run.replay == "cuda_graph" and machine.gpus else f"{machine.cpu}, static replay"
         cells = [f"{value:.2f}" if value is not None else "not run" for value in (served, fallback, graph)]
         ratio = f"{served / graph:.2f}x" if served is not None and graph else ""
+        far = sum(row.baseline == "eager_served" and not _agrees(row) for row in run.equality)
+        ratio += f"; the graph's outputs are wrong on {far} call{'s' * (far != 1)}" if far else ""
         title = f"{model_facts(run.model.key).title}, depth {run.model.depth}, {run.model.weights}"
         engine = f"{machine.vllm_distribution} {machine.vllm}"
         rows.append((folder.name, title, f"{where}, {engine}", f"{len(calls)} of {len(run.calls)}", *cells, ratio))
@@ -136,7 +143,14 @@ def _of_costs(folder: Path) -> list[tuple[str, str, str]]:
     text = f"{median(off):.1%} off in the median, {max(off):.1%} at worst, "
     text += f"over {len(off)} pairs of configuration and workload"
     rows = [("are predictions right", text, "notebook 02, section 10")]
-    for comparison in read_comparisons(folder / "validation.json").comparisons:
+    validation = read_comparisons(folder / "validation.json")
+    errors: dict[str, list[float]] = {}
+    for row in check(model, validation):
+        errors.setdefault(row.workload, []).append(row.error)
+    for workload, of in errors.items():
+        text = f"{min(of):+.1%} to {max(of):+.1%} off, over {len(of)} configurations"
+        rows.append((f"and against another session, {workload}", text, "notebook 02, section 10"))
+    for comparison in validation.comparisons:
         means = {
             timing.name: summary([x for call in timing.calls for x in call.wall_us]).mean / 1e3
             for timing in comparison.configurations

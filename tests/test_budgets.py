@@ -144,6 +144,7 @@ def test_compilation_config_round_trip(configuration: Configuration) -> None:
         ('{"cudagraph_mm_encoder": true, "encoder_cudagraph_token_budgets": ["x"]}', "not what vLLM reads"),
         ('{"encoder_cudagraph_token_budgets": [128]}', "captures no encoder graph"),
         ('{"cudagraph_mm_encoder": false}', "captures no encoder graph"),
+        ('{"cudagraph_mm_encoder": true, "encoder_cudagraph_token_budget": [64]}', "which vLLM refuses; it knows"),
     ],
 )
 def test_compilation_config_refused(text: str, reason: str) -> None:

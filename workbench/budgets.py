@@ -260,12 +260,17 @@ def parse_compilation_config(text: str | bytes) -> Configuration:
     """Return the configuration inside the JSON of `vllm serve --compilation-config`.
 
     Raises:
-        WorkbenchError: not JSON, a value of another type, or encoder graphs not switched on.
+        WorkbenchError: not JSON, a value of another type, a misspelt name, or encoder graphs not switched on.
     """
     try:
         config = msgspec.json.decode(text, type=_CompilationConfig, strict=False)
+        names = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise WorkbenchError(f"the compilation config is not what vLLM reads: {error}") from None
+    for name in names:
+        if "encoder_cudagraph" in name and name not in _CompilationConfig.__struct_fields__:
+            known = ", ".join(_CompilationConfig.__struct_fields__)
+            raise WorkbenchError(f"the compilation config has {name!r}, which vLLM refuses; it knows {known}")
     if not config.cudagraph_mm_encoder:
         raise WorkbenchError(
             f'the compilation config lacks "{_SWITCH}": true, so vLLM captures no encoder graph; add it'

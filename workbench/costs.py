@@ -141,7 +141,8 @@ def read_profile(path: Path, model: str | None = None, gpu: str | None = None) -
         )
     if model is not None and profile.model.key != model:
         raise WorkbenchError(
-            f"{path} was measured for {profile.model.key}, not {model}; calibrate for {model}, or pass --any-profile"
+            f"{path} was measured for {profile.model.key}, not {model}; calibrate for {model} (only `workbench "
+            "advise` takes it all the same, with --any-profile)"
         )
     measured = profile.environment.gpus[0].name if profile.environment.gpus else None
     if gpu is not None and measured != gpu:
