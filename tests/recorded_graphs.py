@@ -13,7 +13,7 @@ Matrix products round differently for another number of rows and during a captur
 import itertools
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -231,8 +231,8 @@ class _Filling:
 
 
 @contextmanager
-def recorded_lab(model: str, configuration: Configuration) -> Iterator[Lab]:
-    """Open a lab of a small encoder under CUDA's conditions."""
+def recorded_lab(model: str, configuration: Configuration, variants: Sequence[str] = ()) -> Iterator[Lab]:
+    """Open a lab of a small encoder under CUDA's conditions; of no use are the bits of vLLM's own graph, see above."""
     import msgspec
 
     engine.require_vllm()
@@ -256,7 +256,9 @@ def recorded_lab(model: str, configuration: Configuration) -> Iterator[Lab]:
         torch.use_deterministic_algorithms(True, warn_only=True)  # fills what `torch.empty` returns with NaN
         stack.enter_context(flash_attention(session))
         session.model_record = msgspec.structs.replace(session.model_record, attention_backend="FLASH_ATTN 3")
-        lab = Lab(session)
+        if variants:
+            session = stack.enter_context(session.with_variants(variants))
+        lab = Lab(session, variants=variants)
         lab.capture()
         lab.measure_noise(reference, [lab.inputs(grids) for grids in noise_grids(lab.budgets, session.facts.merge)])
         lab.restart_inputs()

@@ -19,8 +19,10 @@ from workbench.parity import (
     Finding,
     Noise,
     Parity,
+    Status,
     Visibility,
     changes,
+    compared_variants,
     coverage_rows,
     encode,
     fault_document,
@@ -161,6 +163,50 @@ def test_changes_name_what_got_worse_and_better() -> None:
     worse, better = changes(before, after)
     assert (worse.scenario, worse.before, worse.after, worse.worse) == ("fills", "equal", "mismatch", True)
     assert (better.scenario, better.worse) == ("oversize", False)
+
+
+def test_a_session_with_variants_is_compared_with_one_without() -> None:
+    """What was not tested before is worse only where it fails; rounding is, unless a variant rounds by design."""
+
+    def cells(*statuses: Status) -> list[Cell]:
+        names = ("fills", "mixed", "video", "oversize")
+        return [Cell(scenario=name, budget=None, status=each) for name, each in zip(names, statuses, strict=True)]
+
+    before = session(cells("equal", "equal", "not_tested", "not_tested"))
+    after = msgspec.structs.replace(
+        before,
+        name="changed",
+        cells=cells("within_noise", "hazard", "equal", "error"),
+        variants=["fused"],
+        exact=False,
+    )
+    assert [change.worse for change in changes(before, after)] == [False, True, False, True]
+    exact = msgspec.structs.replace(after, exact=True)
+    assert [change.worse for change in changes(before, exact)] == [True, True, False, True]
+    assert [change.worse for change in changes(after, exact)] == []
+    assert compared_variants(before, after) == "made up was made without variants, changed with fused"
+    assert compared_variants(after, exact) == ""
+
+
+def test_verdict_names_the_variants_and_what_has_the_bits_of_the_graph() -> None:
+    cell = Cell(scenario="fills", budget=16, status="equal", items=6, bit_equal=6, graph_items=5, graph_equal=4)
+    one = msgspec.structs.replace(session([cell]), variants=["resampler"])
+    assert "with TORCH_SDPA, variant resampler, static" in verdict(one)
+    assert verdict(one).endswith("4 of 5 to vLLM's own graph at the same budget.")
+    assert one.promise_broken
+    assert not msgspec.structs.replace(one, exact=False).promise_broken
+    assert "variants resampler, fused, static" in verdict(msgspec.structs.replace(one, variants=["resampler", "fused"]))
+
+
+def test_a_session_of_before_there_were_variants_is_read(tmp_path: Path) -> None:
+    stored = msgspec.json.decode(encode(session([Cell(scenario="fills", budget=16, status="equal")])))
+    for name in ("variants", "exact"):
+        del stored[name]
+    for name in ("graph_items", "graph_equal"):
+        del stored["cells"][0][name]
+    (tmp_path / PARITY_FILE).write_bytes(msgspec.json.encode(stored))
+    read = read_parity(tmp_path)
+    assert (read.variants, read.exact, read.promise_broken) == ([], True, False)
 
 
 def test_verdict_counts_conditions_and_names_the_defect() -> None:

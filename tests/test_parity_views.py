@@ -59,6 +59,18 @@ def test_matrix_shows_tested_scenarios_and_their_distance(parity: Parity) -> Non
     assert table["worst relative RMS"].tolist()[0] == 0.1
 
 
+def test_variants_are_shown_where_a_session_has_some(parity: Parity) -> None:
+    from workbench.views import parity as views
+
+    cells = [msgspec.structs.replace(parity.cells[0], graph_items=3, graph_equal=2)]
+    changed = msgspec.structs.replace(parity, cells=cells, variants=["one_pass", "fused"])
+    table = views.matrix_table(changed)
+    assert table[["replayed by vLLM's graph", "with its bits"]].to_numpy().tolist() == [[3, 2]]
+    assert "with its bits" not in views.matrix_table(parity)
+    assert views.noise_table({"a": parity, "b": changed})["variants"].tolist() == ["", "one_pass, fused"]
+    assert "variants" not in views.noise_table({"a": parity})
+
+
 def test_findings_are_counted_per_suspect_and_scenario(parity: Parity) -> None:
     from workbench.views import parity as views
 

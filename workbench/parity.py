@@ -433,7 +433,7 @@ def campaign_sentence(campaign: Campaign) -> str:
 
 def recorded_sentence(parity: Parity) -> str:
     """Say the same of a recorded session."""
-    where = f"{_gpu(parity)}, {parity.model.architecture}, {parity.model.attention_backend}"
+    where = ", ".join([_gpu(parity), parity.model.architecture, parity.model.attention_backend, *parity.variants])
     return f"{where}: {_counts(parity.faults, [parity.clean] if parity.clean else [])}"
 
 

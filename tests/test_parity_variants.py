@@ -1,0 +1,232 @@
+"""The parity lab over the variants: each alone and all together, their own planted faults, and what they promise."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from typer.testing import CliRunner
+
+from workbench.budgets import Configuration
+from workbench.errors import WorkbenchError
+
+pytestmark = pytest.mark.engine
+
+torch = pytest.importorskip("torch", reason="needs an engine")
+
+if TYPE_CHECKING:
+    from workbench.encoder.parity.lab import Lab
+
+from workbench.encoder.parity.faults import FAULTS  # noqa: E402 - needs an engine
+from workbench.encoder.parity.faults.planting import changed_postprocess, changed_values  # noqa: E402 - needs an engine
+from workbench.encoder.parity.lab import lab_options, open_lab  # noqa: E402 - needs an engine
+from workbench.encoder.parity.matrix import (  # noqa: E402 - needs an engine
+    Plan,
+    bisect_fault,
+    campaign,
+    clean_runs,
+    observe,
+    run_matrix,
+)
+from workbench.encoder.variants import names_for  # noqa: E402 - needs an engine
+
+NAMES = names_for("ernie45_vl")
+BUDGETS = (8, 32)
+REPAIRS_D1 = {"fallback", "resampler"}
+OWN_FAULTS = [fault for fault in FAULTS.values() if fault.variants]
+
+
+@contextmanager
+def opened(model: str, variants: Sequence[str]) -> "Iterator[Lab]":
+    """A lab over a small encoder of two blocks and one head."""
+    options, _ = lab_options(model, "cpu")
+    small = dataclasses.replace(options, width=(options.width or 0) // 2)
+    with open_lab(small, Configuration(BUDGETS, 4), variants=variants) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def everything() -> "Iterator[Lab]":
+    """All variants of ERNIE together."""
+    with opened("ernie45_vl", NAMES) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def fingerprint() -> str:
+    """Of the inputs of a whole session without variants."""
+    with opened("ernie45_vl", ()) as lab:
+        return observe(lab, Plan()).inputs_fingerprint
+
+
+@pytest.mark.parametrize("names", [*([name] for name in NAMES), list(NAMES)], ids="+".join)
+def test_graphs_agree_with_eager_in_every_scenario(names: list[str], fingerprint: str) -> None:
+    with opened("ernie45_vl", names) as lab:
+        session = observe(lab, Plan())
+    bad = {cell.scenario for cell in session.cells if cell.status in ("error", "mismatch", "hazard")}
+    assert bad == (set() if REPAIRS_D1 & set(names) else {"oversize"})
+    assert {finding.defect for finding in session.findings} == ({"D1"} if bad else set())
+    videos = [cell for cell in session.cells if cell.scenario == "video"]
+    assert {cell.status for cell in videos} <= ({"equal", "within_noise"} if "resampler" in names else {"not_tested"})
+    assert session.variants == names
+    assert session.exact == ("fused" not in names)
+    items, same = (sum(getattr(cell, key) for cell in session.cells) for key in ("graph_items", "graph_equal"))
+    assert items > 100
+    assert same == items or not session.exact
+    assert not session.promise_broken
+    # A session without variants can so be compared with this one.
+    assert session.inputs_fingerprint == fingerprint
+
+
+def test_random_workloads_raise_no_alarm(everything: "Lab") -> None:
+    runs = clean_runs(everything, 200, seed=3)
+    assert (runs.workloads, runs.false_alarms) == (200, 0)
+    assert runs.worst_ratio < 0.7
+
+
+def test_the_offsets_of_glm_are_good_with_its_variant() -> None:
+    statuses: list[set[str]] = []
+    for names in ((), ("cu_seqlens_tail",)):
+        with opened("glm4_1v", names) as lab:
+            matrix = run_matrix(lab, ("image-beside-video", "video", "fills"))
+            statuses.append({cell.status for cell in matrix.cells})
+            defects = {finding.defect for finding in matrix.findings}
+            assert defects == (set() if names else {"D6"})
+            assert clean_runs(lab, 20, seed=1).false_alarms == 0
+    assert "hazard" in statuses[0]
+    assert statuses[1] <= {"equal", "within_noise"}
+
+
+# Planted faults -----------------------------------------------------------------------------------------------------
+
+
+def test_faults_of_the_variants_are_caught_and_named(everything: "Lab") -> None:
+    results = campaign(everything, names=[fault.name for fault in OWN_FAULTS])
+    assert len(results) >= 7
+    for result in results:
+        assert result.status == "caught", result
+    severities = {result.fault: result.severity for result in results}
+    assert severities.pop("rows-left-behind") == "hazard"  # nothing reads them, yet
+    assert set(severities.values()) == {"mismatch"}
+
+
+def test_without_its_variant_a_fault_is_not_tested(everything: "Lab") -> None:
+    with opened("ernie45_vl", ["fallback"]) as lab:
+        results = campaign(lab, names=["metadata-stale", "keys-not-rotated"])
+    assert {result.status for result in results} == {"not_tested"}
+    assert "variant metadata_cache" in results[0].message
+    (gone,) = campaign(everything, names=["block-skipped"])
+    assert (gone.status, "variant fused" in gone.message) == ("not_tested", True)
+
+
+def test_faults_of_the_variants_mend_themselves(everything: "Lab") -> None:
+    logics = everything.manager.config.padding_logics
+    before = dict(vars(everything.model)), dict(logics), dict(vars(everything.model.batch_cache))
+    for fault in OWN_FAULTS:
+        with fault.plant(everything):
+            pass
+    assert (dict(vars(everything.model)), dict(logics), dict(vars(everything.model.batch_cache))) == before
+
+
+def test_frames_merged_with_the_wrong_partner_are_named(everything: "Lab") -> None:
+    def change(values: dict[str, Any], _grids: list[list[int]]) -> None:
+        values["temporal_second"] = values["temporal_first"]
+
+    with changed_values(everything, change):
+        matrix = run_matrix(everything, ("video", "fills"))
+    assert {(finding.suspect, finding.scenario) for finding in matrix.findings} == {("temporal_indices", "video")}
+    assert {cell.status for cell in matrix.cells if cell.scenario == "fills"} <= {"equal", "within_noise"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "first"), [("residual-forgotten", "blocks.0"), ("keys-not-rotated", "blocks.0.attn")]
+)
+def test_bisection_looks_into_the_fused_tower(everything: "Lab", fault: str, first: str) -> None:
+    found = bisect_fault(everything, fault)
+    assert (found.first, found.rows) == (first, "valid")
+    assert [stage.name for stage in found.stages][-2:] == ["tower", "resampler"]
+
+
+def test_prefixes_of_the_fused_tower(everything: "Lab") -> None:
+    """Its first block is the smallest prefix."""
+    found = bisect_fault(everything, "keys-not-rotated", arms="graph")
+    assert found.first is None  # a static replay runs what eager runs on the same buffers
+
+
+@pytest.mark.parametrize(("factor", "beyond"), [(1.004, False), (1.2, True)])
+def test_bits_that_are_not_those_of_the_graph_break_a_promise(factor: float, beyond: bool) -> None:
+    """Far below the noise floor only vLLM's own graph shows it."""
+
+    def call(original: Callable[..., None], outputs: dict[str, Any], *args: Any) -> None:
+        original({"default": outputs["default"] * factor}, *args)
+
+    with opened("ernie45_vl", ["resampler", "one_pass"]) as lab, changed_postprocess(lab, call):
+        session = observe(lab, Plan(scenarios=("fills",)))
+    assert session.mismatched == beyond
+    assert session.promise_broken
+    named = {(finding.suspect, finding.severity) for finding in session.findings}
+    assert named == {("postprocess", "mismatch") if beyond else ("variant", "hazard")}
+
+
+# In a child process, and from a terminal -----------------------------------------------------------------------------
+
+
+def test_a_child_that_is_no_fork_has_the_variants(everything: "Lab", monkeypatch: pytest.MonkeyPatch) -> None:
+    from workbench.encoder.parity import child
+
+    monkeypatch.setattr(child, "_can_fork", lambda _lab: False)
+    part = child.run(everything, "oversize")
+    assert [cell.status for cell in part.cells] in (["equal"], ["within_noise"])
+    assert not part.findings
+
+
+def test_the_verb(tmp_path: Path) -> None:
+    from workbench.cli import app
+    from workbench.parity import read_parity
+
+    runner = CliRunner()
+    base = ["parity", "--device", "cpu", "--budgets", "8,32", "--scenarios", "fills,oversize"]
+    plain = runner.invoke(app, [*base, "--out", str(tmp_path / "plain"), "--json"])
+    assert plain.exit_code == 1, plain.output  # D1
+    changed = runner.invoke(
+        app,
+        [
+            *base,
+            "--variants",
+            "fallback,one_pass",
+            "--out",
+            str(tmp_path / "changed"),
+            "--against",
+            str(tmp_path / "plain"),
+        ],
+    )
+    assert changed.exit_code == 0, changed.output
+    said = " ".join(changed.stderr.split())
+    assert "plain was made without variants, changed with one_pass, fallback" in said
+    assert "oversize: error before, equal now" in said
+    assert "variants one_pass, fallback" in " ".join(changed.stdout.split())
+    assert read_parity(tmp_path / "changed").variants == ["one_pass", "fallback"]
+    back = runner.invoke(app, [*base, "--against", str(tmp_path / "changed"), "--json"])
+    assert back.exit_code == 1, back.output  # worse than with them
+    assert json.loads(back.stdout)["variants"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--variants", "rotary"], "'rotary' names no variant of ernie45_vl"),
+        (["--variants", "cu_seqlens_tail"], "names no variant of ernie45_vl"),
+        (["--variants", "fused,fused"], "named twice"),
+        (["--variants", ","], "an empty list"),
+        (["--model", "qwen3_vl", "--variants", "all"], "no variants of qwen3_vl"),
+    ],
+)
+def test_names_that_are_refused(words: list[str], reason: str) -> None:
+    from workbench.cli import app
+
+    refused = CliRunner().invoke(app, ["parity", "--device", "cpu", *words])
+    assert isinstance(refused.exception, WorkbenchError)
+    assert reason in str(refused.exception)
