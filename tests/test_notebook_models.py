@@ -29,7 +29,7 @@ def test_notebook_01_explains_glm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "resampler" not in text
     assert "one image of 224 x 224, 64 tokens" in text
     assert "relative RMS of 0.84" in text  # D6, as recorded
-    assert text.count("vLLM pull request 40576 reports") == 2  # image and video
+    assert text.count("vLLM pull request 40576 reports") == 3  # image, video, two GPUs
     assert {source.text.split(",")[0] for source in done.summary.sources} >= {"glm4_1v"}
     figures = [data for data in outputs if "application/vnd.plotly.v1+json" in data]
     assert len(figures) >= 9
