@@ -227,8 +227,9 @@ def test_a_folder_that_is_none(change: dict[str, Any], message: str, tmp_path: P
         {"wall_us": {arm: [] for arm in ARMS}},
         {"wall_us": {arm: [1.0] for arm in ARMS}},
         {"gathered_rows": 0, "tokens": 0},
+        {"items": []},
     ],
-    ids=["no arm", "no sample", "fewer samples", "nothing gathered"],
+    ids=["no arm", "no sample", "fewer samples", "nothing gathered", "replays of no item"],
 )
 def test_an_arm_that_is_missing_is_refused(glm: ParallelRun, fields: dict[str, Any], tmp_path: Path) -> None:
     broken = changed(changed(glm, 1, 2, **fields), 0, 2, gathered_rows=fields.get("gathered_rows", 576))

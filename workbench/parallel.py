@@ -144,7 +144,8 @@ def _whole(run: ParallelRun, rank: Rank) -> bool:
     for first, share in zip(run.ranks[0].calls, rank.calls, strict=True):
         counts = [(len(first.wall_us.get(arm, ())), len(share.wall_us.get(arm, ()))) for arm in ARMS]
         gathered = share.gathered_rows > 0 or run.tp_mode == "weights"
-        if not gathered or not all(mine == theirs > 0 for mine, theirs in counts):
+        own = all(0 <= item < len(share.items) for batch in share.batches for item in batch.items)
+        if not gathered or not own or not all(mine == theirs > 0 for mine, theirs in counts):
             return False
     return True
 
