@@ -4,8 +4,9 @@
 #   bash scripts/h200_parity.sh [FOLDER]      default: workbench/recordings
 #
 # Needs torch and vLLM 0.33 importable by $PYTHON (default python3); the workbench is run from this checkout.
-# The three sessions run side by side on one GPU: they compare outputs and time nothing. The matrices
-# take about two minutes, the planted faults two to four more; parity.json is rewritten after each fault.
+# The five sessions run side by side on one GPU: they compare outputs and time nothing. The matrices
+# take about two minutes, the planted faults two to four more; parity.json is rewritten after each fault. Those of the
+# variants also replay vLLM's own graphs, so they take longer.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-workbench/recordings}
@@ -26,4 +27,7 @@ observe() { # NAME OPTION...
 observe parity_ernie45_vl --model ernie45_vl --attention-backend FLASH_ATTN --clean 100 --faults --fault-depth 2 &
 observe parity_ernie45_vl-triton --model ernie45_vl --attention-backend TRITON_ATTN --clean 50 &
 observe parity_glm4_1v --model glm4_1v --attention-backend FLASH_ATTN --clean 50 --faults --fault-depth 2 &
+observe parity_ernie45_vl-variants --model ernie45_vl --variants all --attention-backend FLASH_ATTN --clean 100 \
+    --faults --fault-depth 2 &
+observe parity_glm4_1v-variants --model glm4_1v --variants all --attention-backend FLASH_ATTN --clean 50 &
 wait

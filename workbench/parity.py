@@ -33,7 +33,7 @@ SUSPECTS: dict[str, str] = {
     "selection": "choice and order of the items of one replay",
     "pixel_values": "copy of the pixel rows into the replay buffer",
     "positions": "rotary or position embeddings in the replay buffer",
-    "temporal_indices": "rows that a resampler inside the graph merges, in the replay buffer",
+    "frame_pairs": "rows that a resampler inside the graph merges in time, in the replay buffer",
     "cu_seqlens": "sequence offsets in the replay buffer, padding included",
     "max_seqlen": "longest sequence baked into the graph at capture",
     "padding": "rows behind the valid ones in an input buffer are not zero",

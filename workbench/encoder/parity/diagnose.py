@@ -169,7 +169,7 @@ def _index_findings(lab: "Lab", batch: TapedBatch, grids: list[list[int]]) -> It
     ):
         held = batch.buffers[key].tolist()
         if held[: len(expected)] != expected:
-            yield "temporal_indices", f"{key} is not that of the grids {grids[:4]}", None
+            yield "frame_pairs", f"{key} is not that of the grids {grids[:4]}", None
         elif any(held[len(expected) :]):
             yield "padding", f"{key} has values behind its {len(expected)} valid rows", None
 

@@ -127,7 +127,7 @@ def _not_testable(lab: Lab, planted: Fault) -> str:
     missing = [name for name in planted.variants if name not in lab.variants]
     if missing:
         return f"it needs the code of variant {', '.join(missing)}"
-    absent = planted.absent + (planted.absent_on_cuda if lab.cuda else ())
+    absent = planted.absent + (planted.absent_on_cuda if lab.bakes else ())
     gone = [name for name in absent if name in lab.variants]
     if gone:
         return f"with variant {', '.join(gone)} its code is not there, or its effect does not reach the graph's output"

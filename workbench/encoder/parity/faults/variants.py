@@ -33,7 +33,7 @@ def metadata_stale(lab: Lab) -> Iterator[None]:
         yield
 
 
-@fault("temporal indices of another call", "temporal_indices", models=ERNIE, variants=("resampler",))
+@fault("temporal indices of another call", "frame_pairs", models=ERNIE, variants=("resampler",))
 def temporal_indices_stale(lab: Lab) -> Iterator[None]:
     """The rows that the resampler merges are those of the replay before."""
     before: Values = {}
