@@ -478,3 +478,12 @@ def test_summary_counts_empty_groups_apart() -> None:
     assert made.items_per_group["max"] == 3
     assert made.tokens_per_group["min"] == 128
     assert made.shapes == [{"width": 224, "height": 224, "frames": 1, "tokens": 64, "items": 5}]
+
+
+def test_a_folder_that_is_a_file_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    from workbench.files import write_bytes
+
+    (tmp_path / "sizes.csv").write_text("width,height\n")
+    with pytest.raises(WorkbenchError, match=r"cannot write .*calls\.json: .*choose a folder"):
+        write_bytes(tmp_path / "sizes.csv" / "calls.json", b"")
+    assert [path.name for path in tmp_path.iterdir()] == ["sizes.csv"]

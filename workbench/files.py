@@ -4,7 +4,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,7 +33,8 @@ def replacing(path: Path) -> Iterator[Path]:
                 os.fsync(handle.fileno())
             temporary.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a parent that is a file holds nothing to remove
+            temporary.unlink(missing_ok=True)
 
 
 def refuse_occupied(folder: Path, overwrite: bool) -> None:

@@ -230,6 +230,8 @@ def read_run(folder: Path) -> Run:
         WorkbenchError: no run there, or one of another schema version.
     """
     path = folder / RUN_FILE
+    if not folder.exists():
+        raise WorkbenchError(f"{folder} is not a run folder or anything else: there is no such path; correct it")
     if not path.is_file():
         raise WorkbenchError(f"{folder} is not a run folder: it has no {RUN_FILE}; make one with `workbench capture`")
     version = read_json(path, dict).get("schema_version")

@@ -79,9 +79,10 @@ def _register_ladder(app: typer.Typer) -> None:
 
         from workbench.capturable import LADDER_FILE
         from workbench.encoder.engine import require_vllm
-        from workbench.files import write_json
+        from workbench.files import refuse_occupied, write_json
         from workbench.progress import progress_bar
 
+        refuse_occupied(out, overwrite=True)
         require_vllm()
         from workbench.encoder.variants.fused import Fused
         from workbench.encoder.variants.measure import Effort, cases_for, measure

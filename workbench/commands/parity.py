@@ -56,10 +56,12 @@ def _register_parity(app: typer.Typer) -> None:
         others. With --against: something is worse than before, which may be a session without the variants.
         """
         from workbench.encoder.parity.matrix import Plan, run
-        from workbench.files import write_bytes
+        from workbench.files import refuse_occupied, write_bytes
         from workbench.parity import PARITY_FILE, changes, compared_variants, encode, read_parity
         from workbench.progress import progress_bar
 
+        if out is not None:
+            refuse_occupied(out, overwrite=True)
         earlier = read_parity(against) if against is not None else None
         options, configuration = _lab(model, budgets, max_items, depth, width, dtype, device, attention_backend, seed)
         if checkpoint is not None:
