@@ -105,17 +105,20 @@ def read_configurations(given: list[str], file: Path | None) -> "dict[str, Confi
 
 
 def show(results: "list[Result]") -> None:
-    """Print a table, fastest first, and the failures."""
+    """Print a table, fastest first and those last whose means lack failed calls, and the failures."""
     from rich.console import Console
     from rich.table import Table
 
     from workbench.stats import ratio, summary
 
-    table = Table(title="milliseconds a call; ratio of medians with eager as served", title_justify="left")
+    static = any(result.comparison and result.comparison.replay != "cuda_graph" for result in results)
+    title = "milliseconds a call; ratio of medians with eager as served"
+    title += "; static replay on the CPU, which says nothing about a GPU's times" if static else ""
+    table = Table(title=title, title_justify="left")
     table.add_column("configuration")
     for title in ("budgets", "items", "mean", "median", "P99", "eager / graph", "calls failed", "capture s"):
         table.add_column(title, justify="right")
-    rows: list[tuple[float, tuple[str, ...]]] = []
+    rows: list[tuple[int, float, tuple[str, ...]]] = []
     for result in results:
         if result.comparison is None:
             continue
@@ -125,15 +128,15 @@ def show(results: "list[Result]") -> None:
         capture = f"{sum(cost.seconds for cost in timing.capture):.2f}"
         head = (result.task.name, str(len(timing.budgets)), str(timing.max_items))
         if not samples:
-            rows.append((float("inf"), (*head, "", "", "", "", str(lost), capture)))
+            rows.append((lost, float("inf"), (*head, "", "", "", "", str(lost), capture)))
             continue
         eager = [us for call, ran in zip(result.comparison.eager_served, timing.calls, strict=True)
                  if ran.wall_us for us in call.wall_us]  # fmt: skip
         found = summary(samples)
         times = (f"{us / 1e3:.2f}" for us in (found.mean, found.median, found.p99))
         speed = f"{ratio(eager, samples, 'median').value:.2f}x" if eager else ""
-        rows.append((found.mean, (*head, *times, speed, str(lost), capture)))
-    for _, row in sorted(rows):
+        rows.append((lost, found.mean, (*head, *times, speed, str(lost), capture)))
+    for _, _, row in sorted(rows):
         table.add_row(*row)
     console = Console()
     console.print(table)
