@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,6 +21,7 @@ torch = pytest.importorskip("torch", reason="needs an engine")
 if TYPE_CHECKING:
     from workbench.encoder.parity.lab import Lab
 
+from workbench.encoder.parity.bisect import valid_rows  # noqa: E402 - needs an engine
 from workbench.encoder.parity.faults import FAULTS  # noqa: E402 - needs an engine
 from workbench.encoder.parity.faults.planting import changed_postprocess, changed_values  # noqa: E402 - needs an engine
 from workbench.encoder.parity.lab import lab_options, open_lab  # noqa: E402 - needs an engine
@@ -31,7 +33,7 @@ from workbench.encoder.parity.matrix import (  # noqa: E402 - needs an engine
     observe,
     run_matrix,
 )
-from workbench.encoder.parity.scenarios import SCENARIOS  # noqa: E402 - needs an engine
+from workbench.encoder.parity.scenarios import SCENARIOS, video_manager  # noqa: E402 - needs an engine
 from workbench.encoder.variants import names_for  # noqa: E402 - needs an engine
 
 NAMES = names_for("ernie45_vl")
@@ -169,10 +171,45 @@ def test_bisection_looks_into_the_fused_tower(everything: "Lab", fault: str, fir
     assert [stage.name for stage in found.stages][-2:] == ["tower", "resampler"]
 
 
-def test_prefixes_of_the_fused_tower(everything: "Lab") -> None:
-    """Its first block is the smallest prefix."""
-    found = bisect_fault(everything, "keys-not-rotated", arms="graph")
-    assert found.first is None  # a static replay runs what eager runs on the same buffers
+def test_prefixes_of_the_fused_tower(everything: "Lab", monkeypatch: pytest.MonkeyPatch) -> None:
+    """What acts during replays only stands in for what a CUDA graph has baked in; the smallest prefix is a block."""
+    from workbench.encoder.parity.bisect import bisect_graph
+    from workbench.encoder.static_replay import StaticReplay
+
+    replaying: list[bool] = []
+    kernels, original = everything.model.kernels, StaticReplay.replay
+
+    def replay(self: Any) -> None:
+        replaying.append(True)
+        original(self)
+        replaying.clear()
+
+    def rotate(rows: Any, cos: Any, sin: Any) -> None:
+        kernels.rotate(rows.flip(-1) if replaying else rows, cos, sin)  # a copy: rows stay as they were
+
+    monkeypatch.setattr(StaticReplay, "replay", replay)
+    changed = SimpleNamespace(add_norm=kernels.add_norm, rotate=rotate, quick_gelu=kernels.quick_gelu)
+    monkeypatch.setattr(everything.model, "kernels", changed)
+    seen = everything.observe([(1, 8, 10)], "prefix")
+    assert {finding.suspect for finding in seen.findings} == {"replay"}
+    found = bisect_graph(everything, seen.batches[0], "prefix")
+    assert (found.arms, found.first, found.rows) == ("graph", "blocks.0", "valid")
+
+
+def test_scenarios_leave_no_poison_to_those_behind_them(everything: "Lab") -> None:
+    """Variant one_pass zeroes only what replays wrote, so what a scenario writes by itself it takes away again."""
+    matrix = run_matrix(everything, ("poisoned-padding", "repeat", "poisoned-buffers", "repeat"))
+    assert not matrix.findings
+    assert {cell.status for cell in matrix.cells} <= {"equal", "within_noise"}
+
+
+def test_half_of_a_videos_rows_are_left_behind_the_resampler(everything: "Lab") -> None:
+    with video_manager(everything, 32):
+        seen = everything.observe(everything.inputs([(4, 4, 4), (2, 4, 4)], "video"), "video")
+        (batch,) = seen.batches
+        assert batch.raw is not None
+        assert valid_rows(everything, batch, len(batch.raw)) == sum(seen.call.tokens) == 12
+        assert sum(everything.budget_tokens(seen.call, item) for item in batch.items) == 24
 
 
 @pytest.mark.parametrize(("factor", "beyond"), [(1.004, False), (1.2, True)])
