@@ -257,6 +257,7 @@ BAD_SETTINGS: list[tuple[RandomMM, str]] = [
     (RandomMM(IMAGE, base_items=4, limit={"image": 2}), "at least 4 items, but the limit per prompt allows 2"),
     (RandomMM(IMAGE, requests=10**9), "exceed 50,000,000 items"),
     (RandomMM(IMAGE, base_items=0), "is empty"),
+    (RandomMM(IMAGE, seed=-1), "seed -1 is not between 0 and"),
 ]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from workbench.errors import WorkbenchError
+from workbench.errors import WorkbenchError, check_seed
 
 Bucket = tuple[int, int, int]  # height, width, frames: vLLM's order
 TEXT_LIMIT = 100_000  # characters of a bucket string
@@ -113,6 +113,7 @@ def sample(setting: RandomMM) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int
     Raises:
         WorkbenchError: a setting that vLLM refuses too.
     """
+    check_seed(setting.seed)
     return draw(setting, np.random.default_rng(setting.seed))
 
 

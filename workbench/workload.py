@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from workbench.errors import WorkbenchError
+from workbench.errors import WorkbenchError, check_seed
 from workbench.grids import check_sizes, largest_image, to_grids
 from workbench.models import ModelFacts, model_facts
 
@@ -311,6 +311,7 @@ def _schedule(workload: Workload, policy: Scheduler) -> Ints:
     count = len(workload)
     arrivals = np.zeros(count)  # in steps
     if policy.rate is not None:
+        check_seed(policy.seed)
         gaps = np.random.default_rng(policy.seed).exponential(1 / policy.rate, count)
         arrivals = np.cumsum(gaps) * 1e3 / policy.step_ms
     ready: list[int] = np.ceil(arrivals).astype(np.int64).tolist()

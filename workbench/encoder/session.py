@@ -31,7 +31,7 @@ import torch
 
 from workbench.budgets import DEFAULT_VIDEO_LIMIT, Configuration, Limits, Resolved, resolve
 from workbench.encoder import engine
-from workbench.errors import WorkbenchError
+from workbench.errors import WorkbenchError, check_seed
 from workbench.models import Modality, ModelFacts
 from workbench.run import Arm, Batch, CaptureCost, ConfigRecord, ModelRecord, Replay
 from workbench.shapes import captured_shapes
@@ -440,6 +440,7 @@ def open_session(options: SessionOptions, configuration: Configuration) -> Itera
 
     builder = registry.builder(options.model)
     facts = registry.reduced_facts(options.model, options.depth, options.width)
+    check_seed(options.seed)
     dtype = engine.choose_dtype(options.dtype)
     device = engine.choose_device(options.device)
     backend = engine.attention_backend(options.attention_backend)
