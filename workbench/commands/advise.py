@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 
 def advise(
     workload: Annotated[str, Option(help="A preset's name, a bucket string, a workload file, or a folder of images.")],
-    model: Annotated[str, Option(help="Which encoder: ernie45_vl or glm4_1v.")] = "ernie45_vl",
+    model: Annotated[str, Option(help="Which encoder: ernie45_vl, glm4_1v, qwen2_5_vl or qwen3_vl.")] = "ernie45_vl",
     profile: Annotated[
         Path | None, Option(help="Costs, from `workbench calibrate`; left out: the H200 profile that ships.")
     ] = None,

@@ -86,7 +86,7 @@ def plan(
 
 
 def lint(
-    model: Annotated[str, typer.Option(help="Which encoder: ernie45_vl or glm4_1v.")],
+    model: Annotated[str, typer.Option(help="Which encoder: ernie45_vl, glm4_1v, qwen2_5_vl or qwen3_vl.")],
     budgets: Budgets = "",
     max_items: MaxItems = 0,
     max_frames: MaxFrames = None,
