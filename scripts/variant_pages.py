@@ -7,7 +7,9 @@ Replaces what stands below "## Figures" on the overview and on the page of every
 number there is typed by hand, and none comes from a CPU.
 """
 
+import math
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,11 +41,13 @@ def figures(ladder: Ladder, variant: str) -> str:
     baseline = FALLBACK if variant == FALLBACK_VARIANT else GRAPH
     rows = [row for case in _in_order(ladder) if (row := _row(case, baseline, variant))]
     if not rows:
-        return f"{about}: no call of this session has times of this variant beside {baseline}.\n{_whole(ladder)}"
+        return _wrapped(
+            f"{about}: no call of this session has times of this variant beside {baseline}.\n{_whole(ladder)}"
+        )
     before = f"Before: vLLM's {baseline}, or for video eager as served."
     if variant == FALLBACK_VARIANT:
         before = f"An item above the largest budget, {max(ladder.budgets)}. {_refused(ladder)}Before: {baseline}."
-    return (
+    return _wrapped(
         f"{about}.\n{before} GPU busy and nodes: before → with it.\n"
         f"Parity: distance to eager as served over the noise floor.\n{_beyond(ladder.cases, variant)}\n"
         f"{_table(HEADS, rows)}"
@@ -70,7 +74,7 @@ def overview(ladder: Ladder) -> str:
         parity = "-" if whole is None else _parity(whole, case.noise_rms)
         faster = (_speed_up(served, whole), _speed_up(graph, whole))
         rows.append((case.name, *(cell for pair in timed for cell in pair), *faster, nodes, parity))
-    return (
+    return _wrapped(
         f"{about}.\nNodes: vLLM's graph → all variants. Parity: of all variants, distance to eager as served "
         f"over the noise floor.\n{_beyond(ladder.cases, ALL)}{_whole(ladder)}"
         f"Every column of every call is in notebook 01, section 10.\n\n"
@@ -101,9 +105,18 @@ def _beyond(cases: Sequence[Case], name: str) -> str:
         for item in column.parity
         if item.relative_rms is not None and case.noise_rms
     ]
-    if max(known, default=0.0) <= 1:
+    worst = max(known, default=0.0)
+    if worst <= 1:
         return ""
-    return f"Outputs lie up to {max(known):.2f} noise floors from eager as served, beyond the floor.\n"
+    # Two roundings of one value, each a floor from it and independent, are the square root of two floors apart.
+    seen = ", no further than two independent roundings lie apart (√2 floors)" if worst <= math.sqrt(2) else ""
+    return f"Outputs lie up to {worst:.2f} noise floors from eager as served: beyond the floor{seen}.\n"
+
+
+def _wrapped(text: str) -> str:
+    """Break the lines of prose; a table's row stays one."""
+    lines = (line if line.startswith("|") else textwrap.fill(line, 118) for line in text.split("\n"))
+    return "\n".join(lines)
 
 
 def _whole(ladder: Ladder) -> str:

@@ -382,21 +382,22 @@ def verdict(parity: Parity) -> str:
         return f"{base}: nothing was tested."
     same = sum(cell.bit_equal for cell in tested)
     items = sum(cell.items for cell in tested)
-    rest = f"{same} of {items} compared items are bit-equal to eager as served"
+    rest = f"{same} of {items} compared items are bit-equal to eager as served" if items else "no item was compared"
     graph_items = sum(cell.graph_items for cell in tested)
     if graph_items:
         rest += f", {sum(cell.graph_equal for cell in tested)} of {graph_items} to vLLM's own graph at the same budget"
+    hazards = sum(cell.status == "hazard" for cell in tested)
+    note = f", {hazards} of them with a hazard" if hazards else ""
     if not bad:
-        hazards = sum(cell.status == "hazard" for cell in tested)
-        note = f"; {hazards} of them hold a hazard" if hazards else ""
         return f"{base}: graph and eager agree in all {len(tested)} conditions{note}; {rest}."
     names = list(dict.fromkeys(cell.scenario for cell in bad))
     defects = sorted({finding.defect for finding in parity.findings if finding.defect and finding.scenario in names})
-    known = f" (known defect {', '.join(defects)})" if defects else ""
+    known = f" (known defect{'s' * (len(defects) > 1)} {', '.join(defects)})" if defects else ""
+    others = len(tested) - len(bad)
+    agree = f"in the {others} others they agree{note}; " if others else ""
     return (
         f"{base}: graph and eager part in {len(bad)} of {len(tested)} conditions, in {', '.join(names)}{known}; "
-        "elsewhere "
-        f"they agree; {rest}."
+        f"{agree}{rest}."
     )
 
 
