@@ -335,7 +335,9 @@ def test_calls_are_written_in_pixels() -> None:
     assert parse_calls(["224x224x8"], "glm4_1v") == ([[(4, 16, 16)]], "video")
 
 
-@pytest.mark.parametrize("text", ["336", "336x", "336x336*99999", "a", "336x336,224x224x8", "0x10", "30000x10"])
+@pytest.mark.parametrize(
+    "text", ["336", "336x", "336x336*99999", "336x336*0", "a", "336x336,224x224x8", "0x10", "30000x10"]
+)
 def test_calls_that_are_none(text: str) -> None:
     with pytest.raises(WorkbenchError):
         parse_calls([text], "glm4_1v")

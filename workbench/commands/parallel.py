@@ -136,7 +136,7 @@ def parse_calls(texts: list[str], model: str) -> "tuple[list[list[Grid]], str]":
         sizes: list[tuple[int, int, int]] = []
         for part in text.split(","):
             found = _ITEMS.fullmatch(part.strip())
-            if found is None or int(found[4] or 1) > 10_000:
+            if found is None or not 1 <= int(found[4] or 1) <= 10_000:
                 raise WorkbenchError(f"{part.strip()!r} is no item; write WIDTHxHEIGHT[xFRAMES][*COUNT], as 336x336*8")
             width, height, frames, count = found.groups()
             sizes += [(int(width), int(height), int(frames or 1))] * int(count or 1)
