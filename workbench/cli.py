@@ -1,8 +1,10 @@
 """The `workbench` command. Exit codes: 0 done, 1 found something, 2 bad input."""
 
 import errno
+import signal
 import sys
 from importlib import import_module
+from types import FrameType
 
 import typer
 
@@ -47,8 +49,16 @@ for group in GROUPS:
     import_module(f"workbench.commands.{group}").register(app)
 
 
+def _end(number: int, _frame: FrameType | None) -> None:
+    """Unwind as Ctrl-C does, so that partial files and child processes go too; a second signal ends at once."""
+    signal.signal(number, signal.SIG_DFL)
+    raise SystemExit(128 + number)
+
+
 def main() -> None:
-    """Run the command line; a `WorkbenchError` is one sentence on stderr and exit code 2."""
+    """Run the command line; a `WorkbenchError` is one sentence on stderr and exit code 2, SIGTERM is 143."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # not where whoever started this ignores it
+        signal.signal(signal.SIGTERM, _end)
     try:
         app()
     except WorkbenchError as error:
