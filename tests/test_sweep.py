@@ -163,6 +163,20 @@ def test_configurations_of_a_file(tmp_path: Path) -> None:
         read_configurations([], tmp_path / "none")
 
 
+def test_a_bad_file_of_configurations_is_named_once_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "list"
+    file.write_text("# mine\n\na=64,128:4\nb\n")
+    with pytest.raises(WorkbenchError, match=r"list line 4: 'b' is not a named"):
+        read_configurations([], file)
+    file.write_bytes(b"\xe9=64:4\n")
+    with pytest.raises(WorkbenchError, match="list: not UTF-8; give"):
+        read_configurations([], file)
+    with pytest.raises(WorkbenchError) as caught:
+        read_configurations([], tmp_path / "none")
+    assert str(caught.value).count("none") == 1
+    assert "Errno" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("address", "message"),
     [("127.0.0.1:9", "no Ray cluster answers"), ("somewhere", "is no Ray cluster"), ("ray://a:1", "is no Ray cluster")],

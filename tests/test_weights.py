@@ -222,7 +222,7 @@ def test_folders_that_are_no_checkpoints(tmp_path: Path) -> None:
     assert "is not a safetensors file" in refused(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text("[]")
-    assert "is not what this command reads" in refused(tmp_path)
+    assert "give the file that the workbench wrote, or correct it" in refused(tmp_path)
     index.write_text(json.dumps({"weight_map": {"vision_model.ln.weight": "../../secret"}}))
     assert "points outside its folder" in refused(tmp_path)
     index.write_text(json.dumps({"weight_map": {"vision_model.ln.weight": "gone.safetensors"}}))

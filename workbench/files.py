@@ -114,4 +114,6 @@ def read_json(path: Path, kind: type[T], limit: int = 64 * 2**20) -> T:
     except OSError as error:
         raise WorkbenchError(f"cannot read {path}: {error.strerror or error}") from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise WorkbenchError(f"{path} is not what this command reads: {error}") from error
+        raise WorkbenchError(
+            f"{path} is not what this command reads: {error}; give the file that the workbench wrote, or correct it"
+        ) from error

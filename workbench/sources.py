@@ -168,6 +168,8 @@ def _read_table(path: Path, kind: str) -> "pd.DataFrame":
         raise WorkbenchError(f"{path} needs pyarrow to be read; install the extra `lab`, or write a CSV") from error
     except pd.errors.EmptyDataError:
         raise WorkbenchError(f"{path} is empty; give at least one image") from None
+    except UnicodeDecodeError as error:
+        raise WorkbenchError(f"{path} is not UTF-8; save it as UTF-8") from error
     except (OSError, ValueError, TypeError, RecursionError, OverflowError) as error:
         raise WorkbenchError(f"{path} is not readable as {kind}: {str(error)[:200]}") from error
     table.columns = [str(name).strip().lower() for name in table.columns]

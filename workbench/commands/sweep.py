@@ -85,23 +85,35 @@ def read_configurations(given: list[str], file: Path | None) -> "dict[str, Confi
     """
     from workbench.commands.costs import parse_named
 
-    lines = list(given)
+    lines = [("", line) for line in given]
     if file is not None:
-        try:
-            lines += [line.strip() for line in file.read_text("utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise WorkbenchError(f"cannot read {file}: {error}; give a text file, one NAME=128,256:4 a line") from error
+        lines += [(f"{file} line {number}: ", line) for number, line in enumerate(_lines(file), start=1)]
     found: dict[str, Configuration] = {}
-    for line in lines:
+    for where, line in lines:
         if not line or line.startswith("#"):
             continue
-        name, configuration = parse_named(line)
+        try:
+            name, configuration = parse_named(line)
+        except WorkbenchError as error:
+            raise WorkbenchError(f"{where}{error}") from error
         if configuration is None:
-            raise WorkbenchError(f"{line!r}: a sweep measures budgets that are written out; see `workbench advise`")
+            raise WorkbenchError(
+                f"{where}{line!r}: a sweep measures budgets that are written out; see `workbench advise`"
+            )
         if name in found:
-            raise WorkbenchError(f"two configurations are called {name!r}; give each a name of its own")
+            raise WorkbenchError(f"{where}two configurations are called {name!r}; give each a name of its own")
         found[name] = configuration
     return found
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return [line.strip() for line in file.read_text("utf-8").splitlines()]
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except UnicodeDecodeError:
+        reason = "not UTF-8"
+    raise WorkbenchError(f"cannot read {file}: {reason}; give a UTF-8 text file, one NAME=128,256:4 a line")
 
 
 def show(results: "list[Result]") -> None:
