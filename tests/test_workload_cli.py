@@ -50,6 +50,14 @@ def test_scheduler_options_reach_the_model() -> None:
     assert (slow["groups"], slow["items_per_group"]["max"]) == (1000, 1)
 
 
+def test_a_seed_changes_what_it_is_of() -> None:
+    two = "{(224, 224, 1): 0.5, (448, 448, 1): 0.5}"
+    assert len({run(two, "--seed", seed)["tokens"]["sum"] for seed in ("0", "1", "2")}) > 1
+    assert run(two)["source"] == run(two, "--seed", "0")["source"]
+    stream = ["pull-request", "--grouping", "scheduler", "--rate", "20", "--step-ms", "50"]
+    assert len({run(*stream, "--seed", seed)["groups"] for seed in ("1", "2", "3")}) > 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -59,6 +67,9 @@ def test_scheduler_options_reach_the_model() -> None:
         (["mixed", "--grouping", "0"], "not at least 1"),
         (["{(224, 224, 1): 1}", "--requests", "0"], "0 requests"),
         (["{(224, 224, 1): 1}", "--limit", "1"], "is not JSON like"),
+        (["mixed", "--seed", "7"], "--seed has no effect on 'mixed'"),
+        (["mixed", "--seed", "0", "--grouping", "scheduler"], "--seed has no effect"),
+        (["mixed", "--requests", "10"], "--requests has no effect"),
         (["{(224, 224, 8): 1}"], "takes no video here"),
         (["mixed", "--processor", "/nowhere"], "has neither preprocessor_config.json"),
     ],

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from workbench.errors import WorkbenchError
+
 if TYPE_CHECKING:
     from workbench.ledger import CallSummary, HitRow, Ledger
     from workbench.workload import Policy, Summary
@@ -37,13 +39,18 @@ def workload(
             "call), a number of items, or `scheduler` (a model of vLLM's; see the options below)."
         ),
     ] = "given",
-    requests: Annotated[int, typer.Option(help="random-mm: number of requests.")] = 1000,
-    base_items: Annotated[int, typer.Option(help="random-mm: base items per request.")] = 1,
-    range_ratio: Annotated[float, typer.Option(help="random-mm: spread of the items per request, 0 to 1.")] = 0.0,
+    requests: Annotated[int | None, typer.Option(help="Bucket string: number of requests; left out: 1000.")] = None,
+    base_items: Annotated[int | None, typer.Option(help="Bucket string: base items per request; left out: 1.")] = None,
+    range_ratio: Annotated[
+        float | None, typer.Option(help="Bucket string: spread of the items per request, 0 to 1; left out: 0.")
+    ] = None,
     limit: Annotated[
-        str, typer.Option(help="random-mm: most items per request, as JSON.")
-    ] = '{"image": 255, "video": 1}',
-    seed: Annotated[int, typer.Option(help="random-mm and arrivals.")] = 0,
+        str | None,
+        typer.Option(help='Bucket string: most items per request, as JSON; left out: {"image": 255, "video": 1}.'),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Bucket string, and arrivals of the scheduler's --rate; left out: 0.")
+    ] = None,
     rate: Annotated[float | None, typer.Option(help="scheduler: requests per second; left out: all at once.")] = None,
     step_ms: Annotated[float, typer.Option(help="scheduler: duration of a step.")] = 30.0,
     text_tokens: Annotated[int, typer.Option(help="scheduler: prompt tokens beside the items.")] = 1024,
@@ -75,7 +82,16 @@ def workload(
     if not source:
         _list_presets(as_json)
         return
-    setting = RandomMM({}, requests, base_items, range_ratio, parse_limit(limit), seed)
+    given: dict[str, Any] = {
+        "requests": requests,
+        "base_items": base_items,
+        "range_ratio": range_ratio,
+        "limit": limit,
+        "seed": seed,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    _refuse_idle(source, given, arrivals=grouping == "scheduler" and rate is not None)
+    setting = RandomMM({}, **given | ({} if limit is None else {"limit": parse_limit(limit)}))
     facts = model_facts(model) if processor is None else with_limits(model_facts(model), processor)
     loaded = load_workload(source, facts, Options(setting, clamp, skip_bad))
     scheduler = Scheduler(
@@ -84,7 +100,7 @@ def workload(
         text_tokens=text_tokens,
         batched_tokens=batched_tokens,
         encoder_budget=encoder_budget,
-        seed=seed,
+        seed=seed or 0,
     )
     policy = grouping_policy(grouping, scheduler)
     grouped = loaded if policy is None else group(loaded, policy)
@@ -97,13 +113,25 @@ def workload(
         _show_workload(summary)
 
 
+def _refuse_idle(source: str, given: dict[str, Any], *, arrivals: bool) -> None:
+    """Refuse options of random-mm that change nothing: a preset has its own, a file and a folder have none."""
+    if source.lstrip().startswith("{"):
+        return
+    idle = sorted(given.keys() - ({"seed"} if arrivals else set()))
+    if idle:
+        option = f"--{idle[0].replace('_', '-')}"
+        raise WorkbenchError(
+            f"{option} has no effect on {source[:200]!r}; leave it out, or write the workload as a bucket string like "
+            "{(224, 224, 1): 1.0}"
+        )
+
+
 def grouping_policy(grouping: str, scheduler: "Policy") -> "Policy | None":
     """Return the policy that `--grouping` names; None for the calls as given.
 
     Raises:
         WorkbenchError: neither a name nor a number.
     """
-    from workbench.errors import WorkbenchError
     from workbench.workload import ItemsPerCall, RequestPerCall
 
     if grouping.isdecimal():
