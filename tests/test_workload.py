@@ -130,7 +130,7 @@ def test_bad_tables_are_one_sentence(tmp_path: Path, name: str) -> None:
 def test_a_table_in_latin_1_is_told_to_be_saved_as_utf_8(tmp_path: Path) -> None:
     path = tmp_path / "w.csv"
     path.write_bytes("width,height,grö\xdfe\n224,224,1\n".encode("latin-1"))
-    with pytest.raises(WorkbenchError, match="w.csv is not UTF-8; save it as UTF-8"):
+    with pytest.raises(WorkbenchError, match=r"w\.csv is not UTF-8; save it as UTF-8"):
         load_workload(path, ERNIE)
 
 

@@ -147,7 +147,7 @@ def check_values(configuration: Configuration, limits: Limits) -> None:
     """Refuse values that make no configuration.
 
     Raises:
-        WorkbenchError: a budget that is not positive, a negative number, or one beyond any encoder.
+        WorkbenchError: a budget or a limit that is not positive, a negative number, or one beyond any encoder.
     """
     for budget in configuration.budgets:
         if budget <= 0:
@@ -160,7 +160,12 @@ def check_values(configuration: Configuration, limits: Limits) -> None:
         raise WorkbenchError(f"max frames {configuration.max_frames} is negative; vLLM refuses it, so leave it out")
     if limits.video_limit < 0 or limits.max_frames_per_video < 0:
         raise WorkbenchError("the video limit and the frames per video cannot be negative; use 0 for no video")
-    sizes = (*configuration.budgets, configuration.max_items, configuration.max_frames or 0)
+    server = {"model len": limits.max_model_len, "num batched tokens": limits.max_num_batched_tokens}
+    for name, value in server.items():
+        if value is not None and value <= 0:
+            raise WorkbenchError(f"max {name} {value} is not positive; vLLM refuses it, so raise it")
+    given = (value for value in server.values() if value is not None)
+    sizes = (*configuration.budgets, configuration.max_items, configuration.max_frames or 0, *given)
     if max(sizes) > MAX_TOKENS:
         raise WorkbenchError(f"{max(sizes)} is larger than any encoder call; the workbench stops at {MAX_TOKENS}")
 
