@@ -18,6 +18,7 @@ from workbench import search_loops as loops
 from workbench.advisor import Constraints, advise, configurations_for, open_setting, open_study
 from workbench.budgets import Configuration, Limits, parse_compilation_config, resolve
 from workbench.cli import app
+from workbench.commands.advise import _why_above
 from workbench.costs import CostModel, Objective
 from workbench.errors import WorkbenchError
 from workbench.files import write_json
@@ -481,6 +482,23 @@ def test_the_command_prints_for_people(run: Run) -> None:
     assert "vllm serve MODEL --compilation-config '{" in shown
     assert "NVIDIA H200" in shown
     assert "99th percentile" in shown
+
+
+def test_a_distance_from_the_bound_without_padding_is_explained() -> None:
+    advice = advise(workload([[256]]), CostModel(make_profile()))
+    assert advice.answer.waste == 0
+    above = replace(advice, bound_us=advice.answer.objective_us * 0.98)  # type: ignore[operator]  # it has a price
+    assert "larger budget may be cheaper" in _why_above(above)
+    assert _why_above(replace(advice, bound_us=advice.answer.objective_us)) == ""  # type: ignore[arg-type]
+    assert _why_above(replace(above, answer=replace(advice.answer, waste=0.1))) == ""
+
+
+def test_the_command_refuses_limits_that_vllm_refuses(run: Run) -> None:
+    for option, value, message in (
+        ("--max-model-len", "-5", "not positive"),
+        ("--max-num-batched-tokens", str(10**20), "larger than any encoder call"),
+    ):
+        assert message in run("--workload", "pull-request", option, value, fails=True)
 
 
 def test_the_scheduler_puts_many_images_into_a_call(run: Run) -> None:

@@ -95,7 +95,7 @@ def _show(console: "Console", advice: "Advice") -> None:
     console.print(
         f"{advice.workload} ({advice.source}); costs measured on {advice.profile}, {advice.measured}\n"
         f"{OBJECTIVES[advice.objective]}: {value / 1e3:.3f} ms, {how}; {advice.above_bound:.1%} above the bound "
-        f"without any padding, {advice.bound_us / 1e3:.3f} ms"
+        f"without any padding, {advice.bound_us / 1e3:.3f} ms{_why_above(advice)}"
     )
     _show_candidates(console, [advice.answer, *advice.baselines])
     _show_reasons(console, advice)
@@ -109,6 +109,17 @@ def _show(console: "Console", advice: "Advice") -> None:
             console.print(f"{finding.severity} {finding.rule}: {finding.message}", markup=False)
     console.print("--compilation-config", advice.compilation_config, soft_wrap=True, markup=False)
     console.print(advice.serve_line, soft_wrap=True, markup=False)
+
+
+def _why_above(advice: "Advice") -> str:
+    """Say what is left between an answer that pads nothing and the bound; nothing where padding explains it."""
+    answer = advice.answer
+    if advice.above_bound < 0.0005 or (answer.waste or 0) >= 0.0005 or answer.captured != answer.budgets:
+        return ""
+    return (
+        "; it takes the cheapest replay and attention among all measured budgets that hold the tokens, and those of a "
+        "larger budget may be cheaper"
+    )
 
 
 def _show_candidates(console: "Console", candidates: "list[Candidate]") -> None:
