@@ -165,9 +165,11 @@ def test_the_command_prints_places_and_json() -> None:
     ("arguments", "words"),
     [
         (["--images", "224"], "is not a size"),
-        (["--images", "0x5"], "a side that no image has"),
+        (["--images", "0x5"], "sizes are at least 1"),
         (["--images", "224x224,"], "is not a size"),
-        (["--images", "99999999999x5"], "a side that no image has"),
+        (["--images", "56x56,1000001x5"], "image 1 of 56x56,1000001x5 has width 1e+06, above the limit of 1,000,000"),
+        (["--images", "1x1000"], "does not take a size"),
+        (["--depth", "0", "--device", "cpu"], "depth 0 is not between 1 and 32"),
         (["--images", "56x56", "--variants", "rotary", "--device", "cpu"], "names no variant"),
         (["--repeats", "0"], "give at least 1"),
         (["--device", "tpu"], "tpu"),

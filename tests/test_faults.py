@@ -118,6 +118,9 @@ def test_the_verbs(tmp_path: Path) -> None:
     refused = runner.invoke(app, ["parity", "--scenarios", "nothing", *small])
     assert refused.exit_code != 0
     assert "unknown scenario 'nothing'" in str(refused.exception)
+    for verb in ("parity", "faults"):
+        refused = runner.invoke(app, [verb, "--depth", "0", *small])
+        assert "depth 0 is not between 1 and" in str(refused.exception)
 
 
 def test_the_verb_decisions(tmp_path: Path) -> None:

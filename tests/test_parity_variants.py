@@ -278,6 +278,7 @@ def test_the_verb(tmp_path: Path) -> None:
         (["--variants", "fused,fused"], "named twice"),
         (["--variants", ","], "an empty list"),
         (["--model", "qwen3_vl", "--variants", "all"], "no variants of qwen3_vl"),
+        (["--width", "0"], "width 0"),
     ],
 )
 def test_names_that_are_refused(words: list[str], reason: str) -> None:

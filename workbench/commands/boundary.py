@@ -119,8 +119,8 @@ def _options(
     options, budgets = lab_options("ernie45_vl", device)
     changed = dataclasses.replace(
         options,
-        depth=depth or options.depth,
-        width=width or options.width,
+        depth=options.depth if depth is None else depth,
+        width=options.width if width is None else width,
         attention_backend=attention_backend,
     )
     return changed, budgets
@@ -136,19 +136,20 @@ def _budgets(text: str) -> tuple[int, ...]:
 def _grids(images: str) -> "list[Grid]":
     import numpy as np
 
-    from workbench.grids import to_grids
+    from workbench.grids import check_sizes, to_grids
     from workbench.models import model_facts
 
+    facts = model_facts("ernie45_vl")
     sizes = []
     for image in images.split(","):
         width, _, height = image.strip().partition("x")
         if not (width.isascii() and width.isdigit() and height.isascii() and height.isdigit()):
             raise WorkbenchError(f"image {image!r} is not a size; write width x height in pixels, like 224x224")
-        if not 0 < int(width) < 2**31 or not 0 < int(height) < 2**31:
-            raise WorkbenchError(f"image {image!r} has a side that no image has; write sizes like 224x224")
         sizes.append((int(width), int(height), 1))
-    found = to_grids(np.array(sizes, dtype=np.int32), model_facts("ernie45_vl")).grids
-    return [(int(t), int(h), int(w)) for t, h, w in found]
+    made = to_grids(check_sizes(np.array(sizes, np.float64), f"image {{}} of {images}".format), facts)
+    if (made.failed | made.refused).any():
+        raise WorkbenchError(f"{facts.title} does not take a size of {images!r}; choose another")
+    return [(int(t), int(h), int(w)) for t, h, w in made.grids]
 
 
 def show(report: "BoundaryReport") -> None:

@@ -119,10 +119,13 @@ def _register_faults(app: typer.Typer) -> None:
     ) -> None:
         """Plant every known fault and see that the lab names it, with no false alarm on the clean code."""
         from workbench.encoder.parity.matrix import run_campaign
+        from workbench.encoder.registry import reduced_facts
         from workbench.files import write_bytes
         from workbench.parity import campaign_sentence, fault_document, recorded
         from workbench.progress import progress_bar
 
+        for key in model.split(","):
+            reduced_facts(key, depth, None)  # refuses a depth that it does not have
         with progress_bar() as progress:
             campaign = run_campaign(
                 model.split(","), clean=clean, depth=depth, device=device, backend=attention_backend, progress=progress
@@ -176,7 +179,9 @@ def _lab(
 
     options, usual = lab_options(model, device=device)
     changes = {"depth": depth, "width": width, "attention_backend": backend}
-    options = _with(options, dtype=dtype, seed=seed, **{key: value for key, value in changes.items() if value})
+    options = _with(
+        options, dtype=dtype, seed=seed, **{key: value for key, value in changes.items() if value is not None}
+    )
     chosen = parse_budgets(budgets) if budgets else usual
     return options, Configuration(chosen, max_items)
 
