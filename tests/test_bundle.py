@@ -185,7 +185,7 @@ span = time.monotonic() - started
 for delay in map(float, sys.argv[3:]):
     child = os.fork()
     if child == 0:
-        create(runs, target)
+        create(runs, target, overwrite=True)
         os._exit(0)
     time.sleep(delay * span * 1.3)
     os.kill(child, signal.SIGKILL)
@@ -218,9 +218,25 @@ def test_a_full_disk_leaves_the_old_file(run_folder: Path, tmp_path: Path, monke
 
     monkeypatch.setattr("workbench.archive.Writer.add", full)
     with pytest.raises(WorkbenchError, match="No space left"):
-        create([run_folder], target)
+        create([run_folder], target, overwrite=True)
     assert target.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_bundle_that_is_there_is_replaced_only_when_told(run_folder: Path, good: bytes, tmp_path: Path) -> None:
+    target, link = tmp_path / "a.wbz", tmp_path / "link.wbz"
+    target.write_bytes(b"old")
+    link.symlink_to(tmp_path / "nowhere")
+    for taken in (target, link):
+        with pytest.raises(WorkbenchError, match=r"exists; choose another name, or pass --overwrite"):
+            create([run_folder], taken)
+        refused = CliRunner().invoke(app, ["bundle", "create", str(run_folder), "-o", str(taken)])
+        assert isinstance(refused.exception, WorkbenchError)
+    assert target.read_bytes() == b"old"
+    with pytest.raises(WorkbenchError, match="is a folder"):
+        create([run_folder], tmp_path, overwrite=True)
+    create([run_folder], target, overwrite=True)
+    assert target.read_bytes() == good
 
 
 def test_bad_input_is_one_sentence(run_folder: Path, good: bytes, tmp_path: Path) -> None:
@@ -229,7 +245,7 @@ def test_bad_input_is_one_sentence(run_folder: Path, good: bytes, tmp_path: Path
     with pytest.raises(WorkbenchError, match="at least one run"):
         create([], path)
     with pytest.raises(WorkbenchError, match="not a run folder"):
-        create([tmp_path], path)
+        create([tmp_path], path, overwrite=True)
     with pytest.raises(WorkbenchError, match="its digest is"):
         Bundle(path).verify("0" * 64)
     with pytest.raises(WorkbenchError, match="its digest is"):
@@ -242,7 +258,7 @@ def test_bad_input_is_one_sentence(run_folder: Path, good: bytes, tmp_path: Path
     broken = write_run(tmp_path / "broken", run)
     (broken / "plan.json").write_text('{"x": NaN}')
     with pytest.raises(WorkbenchError, match=r"plan\.json"):
-        create([broken], path)
+        create([broken], path, overwrite=True)
     assert path.read_bytes() == good
 
 
@@ -281,7 +297,7 @@ def test_the_command_line(run_folder: Path, tmp_path: Path) -> None:
     assert not target.exists()
     made = json.loads(run("create", run_folder, "-o", target, "--json"))
     assert made["manifest"]["entries"][0]["name"] == "ernie-base"
-    assert made["digest"] in run("create", run_folder, "-o", target)
+    assert made["digest"] in run("create", run_folder, "-o", target, "--overwrite")
     assert json.loads(run("verify", target, "--expect", made["digest"], "--json"))["whole"]
     assert "is whole" in run("verify", target)
     assert json.loads(run("show", target, "--json"))["digest"] == made["digest"]

@@ -25,11 +25,12 @@ from workbench.diff import Diff, compare_files
 from workbench.errors import WorkbenchError
 from workbench.parity import PARITY_FILE, Cell, encode
 from workbench.review import review
-from workbench.run import recording_folder, recording_names
+from workbench.run import Failure, recording_folder, recording_names
 from workbench.views.browser import chromium_command, find_chromium
 from workbench.views.bundle_markdown import bundle_markdown, diff_markdown, plain
 from workbench.views.bundle_report import LARGEST_REPORT, bundle_html, diff_html
 from workbench.views.markup import Markup, element, page
+from workbench.views.words import verdicts
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 TAGS = {
@@ -152,6 +153,43 @@ def test_a_comparison_report_starts_with_the_verdict(tmp_path: Path) -> None:
     assert "no evidence of a difference" in same
 
 
+def test_all_outputs_start_with_new_failures_then_what_was_changed(tmp_path: Path) -> None:
+    base, head = (recording_folder(name) for name in ("ernie45_vl-mixed", "ernie45_vl-mixed-2048"))
+    page, markdown = tmp_path / "d.html", tmp_path / "d.md"
+    result = CliRunner().invoke(
+        app, ["bundle", "diff", str(base), str(head), "--html", str(page), "--markdown", str(markdown)]
+    )
+    assert result.exit_code == 1
+    written = markdown.read_text().replace("\\", "")
+    for text in (result.output, written, " ".join(inspect(page.read_text()).text)):
+        order = (
+            "worse: calls on which graph failed (RuntimeError, D1): 0 → 4; only in the head: 1, 2, 5, 7",
+            "changed: budgets: 128, 256, 512, 1024, 1536, 2048, 4096 → 128, 256, 512, 1024, 1536, 2048",
+            "no evidence of a difference in the timings of 8 of the 12 common calls",
+            "Timings of one pass over 8 of the 12 common calls, those that every arm finished on both sides",
+        )
+        places = [text.index(told) for told in order]
+        assert places == sorted(places)
+        assert text.count("changed:") == 1
+    assert CliRunner().invoke(app, ["bundle", "diff", str(head), str(base)]).exit_code == 0  # none is new
+    assert CliRunner().invoke(app, ["bundle", "diff", str(head), str(head)]).exit_code == 0
+
+
+def test_a_new_failure_of_any_pair_comes_before_all_else(tmp_path: Path) -> None:
+    failure = Failure(arm="graph", call=0, error="RuntimeError", message="m")
+    for side, failures in (("a", []), ("b", [failure])):
+        runs = [
+            small_run(tmp_path / side / "one", "one", repeats=10),
+            small_run(tmp_path / side / "two", "two", repeats=10, failures=failures),
+        ]
+        create(runs, tmp_path / f"{side}.wbz")
+    first, *_ = verdicts(compare_files(tmp_path / "a.wbz", tmp_path / "b.wbz"))
+    told = "two: worse: calls on which graph failed (RuntimeError): 0 → 1; only in the head: 0"
+    assert first == (told, "worse")
+    first, *_ = verdicts(compare_files(tmp_path / "b.wbz", tmp_path / "a.wbz"))
+    assert first[1] == "better"
+
+
 def test_markdown_has_the_tables_of_the_pull_requests(good: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.wbz"
     path.write_bytes(good)
@@ -179,8 +217,8 @@ def test_parity_sessions_and_lint_findings_are_shown_and_compared(tmp_path: Path
     (tmp_path / "b" / "lint.json").write_text(json.dumps(lint))
     (tmp_path / "a" / "lint.json").write_text('{"findings": []}')
     for prefix in ("", "only-"):
-        create([tmp_path / f"{prefix}a"], tmp_path / "a.wbz")
-        create([tmp_path / f"{prefix}b"], tmp_path / "b.wbz")
+        create([tmp_path / f"{prefix}a"], tmp_path / "a.wbz", overwrite=True)
+        create([tmp_path / f"{prefix}b"], tmp_path / "b.wbz", overwrite=True)
         text = " ".join(inspect(report_of(tmp_path / "b.wbz")).text)
         assert "mismatch, padding: seen" in text
         assert ("600 times too large" in text) == (not prefix)

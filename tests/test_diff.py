@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,10 +18,10 @@ from workbench.alignment import MOST_EDITS, align
 from workbench.bundle import create, read_source
 from workbench.cli import app
 from workbench.conditions import check, names, parse
-from workbench.diff import Diff, compare_files
+from workbench.diff import Diff, arm_samples, compare_files
 from workbench.errors import WorkbenchError
 from workbench.evidence import Question, dependence, drift, holm, judge, mann_whitney_p, p99_p
-from workbench.run import TraceFile, load_recording, recording_folder, recording_names
+from workbench.run import Arm, Failure, Run, TraceFile, load_recording, recording_folder, recording_names
 
 VERDICTS = {"faster", "slower"}
 
@@ -396,6 +397,102 @@ def test_calls_are_matched_by_what_they_encode(tmp_path: Path) -> None:
     write_run(tmp_path / "head", type(head)(**(as_dict(head) | swapped | {"timings": timings, "batches": batches})))
     diff = compare_files(tmp_path / "base", tmp_path / "head")
     assert verdict_of(diff, "graph[0]") == verdict_of(diff, "graph[1]") == "no evidence"
+
+
+def test_all_arms_of_a_table_are_over_the_same_calls() -> None:
+    """The graph failed on 4 of 12 calls of the head (D1): no arm's pass has them, on either side."""
+    names = ("ernie45_vl-mixed", "ernie45_vl-mixed-2048")
+    (pair,) = compare_files(*map(recording_folder, names)).pairs
+    runs = [load_recording(name) for name in names]
+    finished = sorted(set(range(12)) - {failure.call for failure in runs[1].failures})
+    assert (pair.pass_calls, pair.common_calls) == (finished, 12)
+    assert len(finished) == 8
+    for timing in pair.timings:
+        if timing.call is None:
+            assert timing.arm
+            assert timing.clock
+            for run, side in zip(runs, (timing.base, timing.head), strict=True):
+                assert side
+                samples = arm_samples(run, timing.arm, timing.clock)
+                expected = sum(float(np.mean(samples[call])) * run.calls[call].count for call in finished)
+                assert side.mean == pytest.approx(expected)
+    # Single calls stay details of every arm that has them.
+    assert {timing.call for timing in pair.timings if timing.name.startswith("eager_served[")} == set(range(12))
+    assert pair.differences == [
+        "budgets: 128, 256, 512, 1024, 1536, 2048, 4096 → 128, 256, 512, 1024, 1536, 2048",
+    ]
+    metrics = {metric.name: metric for metric in pair.metrics}
+    hits = [sum(len(batch.items) for batch in run.batches if batch.call in finished) for run in runs]
+    assert [metrics["graph.hits"].base, metrics["graph.hits"].head] == hits
+    assert hits[0] == hits[1]
+
+
+def without(run: Run, *left_out: tuple[Arm, int]) -> Run:
+    """A run in which some arms failed on some calls."""
+    return msgspec.structs.replace(
+        run,
+        timings=[timing for timing in run.timings if (timing.arm, timing.call) not in left_out],
+        failures=[Failure(arm=arm, call=call, error="RuntimeError", message="m") for arm, call in left_out],
+    )
+
+
+def diff_of_runs(base: Run, head: Run, folder: Path) -> Diff:
+    return compare_files(write_run(folder / "base", base), write_run(folder / "head", head))
+
+
+def test_one_or_no_call_that_every_arm_finished(tmp_path: Path) -> None:
+    base, head = make_run(calls=2), make_run(calls=2, seed=1)
+    diff = diff_of_runs(base, without(head, ("graph", 0)), tmp_path / "one")
+    (pair,) = diff.pairs
+    assert pair.pass_calls == [1]
+    means = {timing.name: timing.base.mean for timing in pair.timings if timing.base}
+    assert means["eager_served"] == means["eager_served[1]"]
+    assert {"eager_served[0]", "graph"} <= means.keys()
+    assert "graph[0]" not in means
+    (pair,) = diff_of_runs(base, without(head, ("graph", 0), ("eager_served", 1)), tmp_path / "none").pairs
+    assert (pair.pass_calls, pair.common_calls) == ([], 2)
+    assert any("no call was finished by every arm" in note for note in pair.notes)
+    assert {timing.name for timing in pair.timings if timing.clock == "wall"} == {
+        "eager_served[0]", "eager_fallback[0]", "eager_fallback[1]", "graph[1]",
+    }  # fmt: skip
+    # An arm that failed everywhere on one side is not compared and leaves the others their calls.
+    (pair,) = diff_of_runs(base, without(head, ("graph", 0), ("graph", 1)), tmp_path / "arm").pairs
+    assert pair.pass_calls == [0, 1]
+    assert pair.failures[0].only_head == [0, 1]
+
+
+def test_failures_are_new_call_by_call(tmp_path: Path) -> None:
+    base, head = make_run(calls=2), make_run(calls=2, seed=1)
+    swapped = diff_of_runs(without(base, ("graph", 0)), without(head, ("graph", 1)), tmp_path / "swapped")
+    (row,) = swapped.pairs[0].failures
+    assert (row.base, row.head, row.only_base, row.only_head, row.verdict) == (1, 1, [0], [1], "worse")
+    assert swapped.has_new_failures()
+    same = diff_of_runs(without(base, ("graph", 0)), without(head, ("graph", 0)), tmp_path / "same")
+    assert same.pairs[0].failures[0].verdict is None
+    assert not same.has_new_failures()
+    gone = diff_of_runs(without(base, ("graph", 0)), head, tmp_path / "gone")
+    assert gone.pairs[0].failures[0].verdict == "better"
+    assert not gone.has_new_failures()
+    # The same failing call under another number is the same call.
+    moved = msgspec.structs.replace(without(head, ("graph", 1)), calls=head.calls[::-1])
+    assert not diff_of_runs(without(base, ("graph", 0)), moved, tmp_path / "moved").has_new_failures()
+
+
+def test_what_was_changed_is_named_and_nothing_else(tmp_path: Path) -> None:
+    base, head = make_run(), make_run(seed=1)
+    config = msgspec.structs.replace(head.config, max_items=8, requested_max_items=8, requested_max_frames=0)
+    model = msgspec.structs.replace(head.model, weights_fingerprint="0" * 64)
+    changed = msgspec.structs.replace(
+        head, config=config, model=model, environment=make_environment(vllm="0.34.0", torch="2.12.0")
+    )
+    (pair,) = diff_of_runs(base, changed, tmp_path).pairs
+    assert pair.differences == [
+        "max items: 4 → 8",
+        "max frames asked for: none → 0",
+        "weights: dummy seed 0 (5f70bf18a086) → dummy seed 0 (000000000000)",
+        "vLLM: 0.33.0 → 0.34.0",
+        "torch: 2.11.0 → 2.12.0",
+    ]
 
 
 def as_dict(record: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ import msgspec
 import workbench
 from workbench.archive import Archive, Writer
 from workbench.errors import WorkbenchError
-from workbench.files import read_json, replacing, replacing_folder
+from workbench.files import read_json, refuse_existing, replacing, replacing_folder
 from workbench.ingest import External, read_external
 from workbench.ingest.external import SCHEMA_VERSION as EXTERNAL_VERSION
 from workbench.parity import PARITY_FILE, Parity, read_parity
@@ -128,7 +128,14 @@ class Content:
     open_trace: Callable[[str], AbstractContextManager[Path]]
 
 
-def create(paths: Sequence[Path], target: Path | None, *, redact: bool = True, note: Path | None = None) -> Created:
+def create(
+    paths: Sequence[Path],
+    target: Path | None,
+    *,
+    redact: bool = True,
+    note: Path | None = None,
+    overwrite: bool = False,
+) -> Created:
     """Bundle run folders, parity folders and results of other tools.
 
     Args:
@@ -136,14 +143,18 @@ def create(paths: Sequence[Path], target: Path | None, *, redact: bool = True, n
         target: the bundle; None only reports what would go in and what redaction would replace.
         redact: replace what identifies a person, a machine or an account (`workbench.redact`).
         note: Markdown for the reader.
+        overwrite: replace a `target` that is there.
 
     Raises:
-        WorkbenchError: nothing given, something unreadable, or a folder that cannot be written.
+        WorkbenchError: nothing given, something unreadable, a `target` that is there, or a folder that cannot be
+            written.
     """
     if not paths:
         raise WorkbenchError("a bundle needs at least one run folder; give the path of one")
     if len(paths) > 99:
         raise WorkbenchError(f"a bundle holds at most 99 runs, not {len(paths)}; make several")
+    if target is not None:
+        refuse_existing(target, overwrite)
     redactor = Redactor() if redact else None
     if redactor is not None:
         learn_files(redactor, (file for path in paths for file in _files(path)))

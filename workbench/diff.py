@@ -10,7 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -119,17 +119,31 @@ class ParityDiff(Record, frozen=True):
 
 
 class FailureDiff(Record, frozen=True):
-    """Calls on which an arm could not run, on each side; `cause` is a known defect such as "D1"."""
+    """Calls on which an arm could not run, on each side; `cause` is a known defect such as "D1".
+
+    `only_base` and `only_head` are that side's numbers of the calls that do not fail so on the other side.
+    """
 
     arm: str
     error: str
     cause: str
     base: int
     head: int
+    only_base: list[int] = []
+    only_head: list[int] = []
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Worse when any call fails only in the head."""
+        return "worse" if self.only_head else "better" if self.only_base else None
 
 
 class PairDiff(Record, frozen=True):
-    """One run (or foreign result) of each side."""
+    """One run (or foreign result) of each side.
+
+    `common_calls` encode the same on both sides; the passes of all arms are over `pass_calls` (the base's
+    numbers): those of them that every compared arm finished on both sides.
+    """
 
     name: str
     kind: Literal["run", "parity", "external"]
@@ -144,6 +158,8 @@ class PairDiff(Record, frozen=True):
     accuracy: list[BenchmarkDelta]
     failures: list[FailureDiff]
     notes: list[str]
+    pass_calls: list[int] = []
+    common_calls: int = 0
 
 
 class Diff(Record, frozen=True):
@@ -161,6 +177,10 @@ class Diff(Record, frozen=True):
         """All timings of all pairs."""
         for pair in self.pairs:
             yield from pair.timings
+
+    def has_new_failures(self) -> bool:
+        """Whether any call fails only in the head."""
+        return any(row.only_head for pair in self.pairs for row in pair.failures)
 
 
 def compare_files(base: Path, head: Path) -> Diff:
@@ -240,6 +260,8 @@ class _Draft:
         self.doubts: list[str] = []
         self.differences: list[str] = []
         self.notes: list[str] = []
+        self.common: list[tuple[int, int]] = []  # calls that encode the same: the base's number, the head's
+        self.passed: list[tuple[int, int]] = []  # those of them that every compared arm finished
 
     def questions(self) -> list[Question]:
         """What needs a verdict, in the order `finish` takes the answers."""
@@ -267,6 +289,8 @@ class _Draft:
             accuracy=self.accuracy,
             failures=self.failures,
             notes=self.notes,
+            pass_calls=[call for call, _ in self.passed],
+            common_calls=len(self.common),
         )
 
     def _unsteady(self) -> list[str]:
@@ -294,8 +318,9 @@ def _draft(base: Content, head: Content) -> _Draft:
 def _compare_runs(draft: _Draft, base: Run, head: Run) -> None:
     draft.doubts += environment_doubts(base.environment, head.environment) + run_doubts(base, head)
     draft.differences += differences(base, head)
+    draft.common = _common_calls(base, head)
     _compare_timings(draft, base, head)
-    draft.metrics += _run_metrics(base, head)
+    draft.metrics += _run_metrics(draft, base, head)
     _compare_traces(draft, base, head)
     if base.equality or head.equality:
         draft.parity.append(_equality(base, head))
@@ -323,28 +348,50 @@ def _compare_timings(draft: _Draft, base: Run, head: Run) -> None:
     if reason:
         draft.notes.append(f"timings are not compared: {reason}")
         return
-    common = _common_calls(base, head)
+    common = draft.common
     if len(common) < max(len(base.calls), len(head.calls)):
         draft.notes.append(
             f"calls common to both sides: {len(common)}, of {len(base.calls)} and {len(head.calls)}; the others are "
             "left out"
         )
     clocks: tuple[Clock, ...] = ("wall", "gpu")
+    compared: dict[tuple[Arm, Clock], list[_Samples]] = {}
     for arm in ARMS:
         for clock in clocks:
             left, right = arm_samples(base, arm, clock), arm_samples(head, arm, clock)
-            shared = [(a, b) for a, b in common if left.get(a) and right.get(b)]
-            if len(shared) > 1:
-                passes = [
-                    one_pass([(side[pair[which]], run.calls[pair[which]].count) for pair in shared])
-                    for which, (side, run) in enumerate(((left, base), (right, head)))
-                ]
-                draft.timings.append(_timing(passes[0], passes[1], arm, clock, None))
-            for a, b in shared[:MOST_CALLS]:
-                call = None if len(shared) == 1 else a
-                draft.timings.append(_timing(left[a], right[b], arm, clock, call))
+            shared = [_Samples((a, b), left[a], right[b]) for a, b in common if a in left and b in right]
+            if shared:
+                compared[arm, clock] = shared
             if clock == "wall" and len(shared) < len(common) and (left or right):
                 draft.notes.append(f"{arm}: measured on both sides on {len(shared)} of {len(common)} common calls")
+    finished = [{row.calls for row in rows} for rows in compared.values()]
+    draft.passed = [calls for calls in common if finished and all(calls in done for done in finished)]
+    if compared and not draft.passed:
+        draft.notes.append("no call was finished by every arm on both sides, so there is no pass to compare")
+    for (arm, clock), rows in compared.items():
+        _compare_arm(draft, base, arm, clock, rows)
+
+
+class _Samples(NamedTuple):
+    """An arm's samples of one call on both sides, microseconds."""
+
+    calls: tuple[int, int]
+    base: list[float]
+    head: list[float]
+
+
+def _compare_arm(draft: _Draft, run: Run, arm: Arm, clock: Clock, rows: list[_Samples]) -> None:
+    """The pass over the calls that all arms finished, then every call of this arm."""
+    passed = [row for row in rows if row.calls in draft.passed]
+    if len(passed) == 1:
+        draft.timings.append(_timing(passed[0].base, passed[0].head, arm, clock, None))
+    elif passed:
+        counts = [run.calls[row.calls[0]].count for row in passed]
+        left = one_pass([(row.base, count) for row, count in zip(passed, counts, strict=True)])
+        right = one_pass([(row.head, count) for row, count in zip(passed, counts, strict=True)])
+        draft.timings.append(_timing(left, right, arm, clock, None))
+    if rows != passed or len(rows) > 1:
+        draft.timings += [_timing(row.base, row.head, arm, clock, row.calls[0]) for row in rows[:MOST_CALLS]]
 
 
 def _incomparable(base: Run, head: Run) -> str:
@@ -411,8 +458,12 @@ def _moved_controls(timings: Iterable[TimingDiff], base: Run | None, head: Run |
 # --- counts and sizes ------------------------------------------------------------------------------
 
 
-def _run_metrics(base: Run, head: Run) -> list[Metric]:
-    left, right = run_totals(base), run_totals(head)
+def _run_metrics(draft: _Draft, base: Run, head: Run) -> list[Metric]:
+    """Totals over the calls of the pass, so that a call which one side could not run counts on neither."""
+    failed = [{failure.call for failure in run.failures if failure.arm == "graph"} for run in (base, head)]
+    calls = [(a, b) for a, b in draft.passed or draft.common if a not in failed[0] and b not in failed[1]]
+    kept = ({a for a, _ in calls}, {b for _, b in calls}) if draft.common else (None, None)
+    left, right = run_totals(base, kept[0]), run_totals(head, kept[1])
     return [
         Metric(name=name, unit=unit, base=left.get(name), head=right.get(name), better=better)
         for name, unit, better in _TOTALS
@@ -434,17 +485,21 @@ _TOTALS: tuple[tuple[str, Unit, Better], ...] = (
 )
 
 
-def run_totals(run: Run) -> dict[str, float]:
-    """Counts and sizes of a run by the names of `Metric`; what was not measured is left out."""
+def run_totals(run: Run, calls: set[int] | None = None) -> dict[str, float]:
+    """Counts and sizes of a run by the names of `Metric`; what was not measured is left out.
+
+    `calls` restricts what is counted call by call to these; None means all.
+    """
     weights = [call.count for call in run.calls]
-    replays = [(batch, weights[batch.call]) for batch in run.batches if batch.budget]
+    batches = [batch for batch in run.batches if calls is None or batch.call in calls]
+    replays = [(batch, weights[batch.call]) for batch in batches if batch.budget]
     budget = sum(batch.budget * weight for batch, weight in replays if batch.budget)
     tokens = sum(batch.tokens * weight for batch, weight in replays)
     found: dict[str, float] = {
         "replays": sum(weight for _, weight in replays),
-        "fallbacks": sum(weights[batch.call] for batch in run.batches if not batch.budget),
-        "graph.hits": run.graph_hits,
-        "graph.misses": run.graph_misses,
+        "fallbacks": sum(weights[batch.call] for batch in batches if not batch.budget),
+        "graph.hits": sum(len(batch.items) for batch in batches if batch.budget),
+        "graph.misses": sum(len(batch.items) for batch in batches if not batch.budget),
         "capture.graphs": len(run.capture),
         "capture.seconds": math.fsum(cost.seconds for cost in run.capture),
     }
@@ -659,16 +714,33 @@ def _equality(base: Run, head: Run) -> ParityDiff:
 
 
 def _failures(base: Run, head: Run) -> list[FailureDiff]:
-    """How often each arm failed, by error and known cause, where the sides differ."""
-    told = [
-        Counter((failure.arm, failure.error, failure.cause or "") for failure in run.failures) for run in (base, head)
-    ]
-    return [
-        FailureDiff(arm=arm, error=error, cause=cause, base=told[0][key], head=told[1][key])
-        for key in sorted(told[0].keys() | told[1].keys())
-        if told[0][key] or told[1][key]
-        for arm, error, cause in (key,)
-    ]
+    """The calls on which each arm failed, by error and known cause."""
+    partners = dict(_common_calls(base, head))
+    told = [_failed_calls(run) for run in (base, head)]
+    rows = []
+    for key in sorted(told[0].keys() | told[1].keys()):
+        left, right = (side.get(key, set()) for side in told)
+        arm, error, cause = key
+        rows.append(
+            FailureDiff(
+                arm=arm,
+                error=error,
+                cause=cause,
+                base=len(left),
+                head=len(right),
+                only_base=sorted(call for call in left if partners.get(call) not in right),
+                only_head=sorted(right - {partners.get(call) for call in left}),
+            )
+        )
+    return rows
+
+
+def _failed_calls(run: Run) -> dict[tuple[str, str, str], set[int]]:
+    """Calls by (arm, error, known cause)."""
+    found: dict[tuple[str, str, str], set[int]] = defaultdict(set)
+    for failure in run.failures:
+        found[failure.arm, failure.error, failure.cause or ""].add(failure.call)
+    return found
 
 
 def _compare_parity_sessions(draft: _Draft) -> None:

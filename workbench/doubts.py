@@ -1,6 +1,6 @@
 """What makes a comparison of two runs doubtful, and what was changed on purpose, in sentences."""
 
-from workbench.run import Environment, GpuState, Run
+from workbench.run import ConfigRecord, Environment, GpuState, ModelRecord, Run
 
 CLOCK_TOLERANCE = 0.05  # share of a clock or power limit that may differ
 HEAT_TOLERANCE = 10  # degrees Celsius
@@ -73,9 +73,48 @@ def run_doubts(base: Run, head: Run) -> list[str]:
 
 
 def differences(base: Run, head: Run) -> list[str]:
-    """What the author changed on purpose: the configuration."""
-    return [
-        f"{field}: {left} → {right}"
-        for field in base.config.__struct_fields__
-        if (left := getattr(base.config, field)) != (right := getattr(head.config, field))
+    """What was changed: configuration, model, weights, workload, versions; only what differs."""
+    pairs = [
+        *_configuration(base.config, head.config),
+        ("model", base.model.key, head.model.key),
+        *(
+            (field.replace("_", " "), getattr(base.model, field), getattr(head.model, field))
+            for field in ("architecture", "depth", "width", "dtype", "attention_backend")
+        ),
+        ("weights", *_weights(base.model, head.model)),
+        ("workload", base.workload, head.workload),
+        ("replay", base.replay, head.replay),
+        ("vLLM", base.environment.vllm, head.environment.vllm),
+        ("vLLM commit", base.environment.vllm_commit, head.environment.vllm_commit),
+        ("torch", base.environment.torch, head.environment.torch),
+        ("workbench", base.workbench, head.workbench),
     ]
+    return [f"{title}: {_shown(left)} → {_shown(right)}" for title, left, right in pairs if left != right]
+
+
+def _configuration(base: ConfigRecord, head: ConfigRecord) -> list[tuple[str, object, object]]:
+    """Fields as vLLM resolved them; as asked only where that alone differs."""
+    resolved = [field for field in base.__struct_fields__ if not field.startswith("requested_")]
+    rows = []
+    for field in resolved:
+        name, asked = field.replace("_", " "), f"requested_{field}"
+        left, right = getattr(base, field), getattr(head, field)
+        rows.append((name, left, right))
+        if left == right and asked in base.__struct_fields__:
+            rows.append((f"{name} asked for", getattr(base, asked), getattr(head, asked)))
+    return rows
+
+
+def _weights(base: ModelRecord, head: ModelRecord) -> tuple[str, str]:
+    """The weights in words, with the beginning of their fingerprints where the words are the same."""
+    if base.weights != head.weights:
+        return base.weights, head.weights
+    left, right = (f"{model.weights} ({model.weights_fingerprint[:12]})" for model in (base, head))
+    return left, right
+
+
+def _shown(value: object) -> str:
+    """A value in words: a list without brackets."""
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)

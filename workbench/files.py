@@ -49,6 +49,18 @@ def refuse_occupied(folder: Path, overwrite: bool) -> None:
         raise WorkbenchError(f"{folder} is not empty; choose another name, or pass --overwrite")
 
 
+def refuse_existing(file: Path, overwrite: bool) -> None:
+    """Refuse the name of a file that is there, unless `overwrite`; call it before long work.
+
+    Raises:
+        WorkbenchError: `file` exists and `overwrite` is false, or it is a folder.
+    """
+    if file.is_dir():
+        raise WorkbenchError(f"{file} is a folder; name a file")
+    if not overwrite and (file.exists() or file.is_symlink()):
+        raise WorkbenchError(f"{file} exists; choose another name, or pass --overwrite")
+
+
 @contextmanager
 def replacing_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     """Yield a new temporary folder beside `folder`; rename it to `folder` when the block ends well.

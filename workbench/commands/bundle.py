@@ -36,6 +36,7 @@ def create(
     show_redactions: Annotated[
         bool, typer.Option("--show-redactions", help="List what redaction replaces; without -o, write nothing.")
     ] = False,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Bundle run folders (and JSON, SQLite or traces of other tools) into one redacted file."""
@@ -44,7 +45,7 @@ def create(
 
     if out is None and not show_redactions:
         raise WorkbenchError("the bundle has no name; give one with -o, such as -o base.wbz")
-    made = make(runs, out, redact=redact, note=note)
+    made = make(runs, out, redact=redact, note=note, overwrite=overwrite)
     if as_json:
         _print_json({"file": str(out) if out else None, "digest": made.digest, "bytes": made.bytes,
                      "findings": made.findings if show_redactions else [], "manifest": made.manifest})  # fmt: skip
@@ -107,7 +108,7 @@ def diff(
     markdown: Annotated[Path | None, typer.Option("--markdown", help="Also write Markdown for a pull request.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare base and head; exit 1 when a --fail-if condition is met."""
+    """Compare base and head; exit 1 when a call fails only in the head or a --fail-if condition is met."""
     from workbench.conditions import check, parse
     from workbench.diff import compare_files
 
@@ -129,7 +130,7 @@ def diff(
         _print_json({"diff": found, "conditions": answers})
     else:
         _print_diff(found, answers)
-    raise typer.Exit(1 if any(answer.hit for answer in answers) else 0)
+    raise typer.Exit(1 if found.has_new_failures() or any(answer.hit for answer in answers) else 0)
 
 
 def report(
@@ -203,9 +204,10 @@ def _print_diff(found: "Diff", answers: "list[Answer]") -> None:
 def _diff_tables(pair: "PairDiff") -> "list[Table]":
     from rich.table import Table
 
-    from workbench.views.words import change_text, headline, p_text, quantity
+    from workbench.views.words import change_text, headline, p_text, quantity, timing_title
 
-    timings = Table("timing", "statistic", "base", "head", "change", "p", "verdict")
+    columns = ("timing", "statistic", "base", "head", "change", "p", "verdict")
+    timings = Table(*columns, title=timing_title(pair), title_justify="left")
     for timing in headline(pair):
         for change in timing.changes:
             values = (quantity(change.base, timing.unit), quantity(change.head, timing.unit))

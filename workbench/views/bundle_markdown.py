@@ -10,7 +10,17 @@ from workbench.diff import Diff, PairDiff, Statistics, TimingDiff
 from workbench.ingest import External
 from workbench.review import Review, review
 from workbench.run import Run
-from workbench.views.words import DASH, change_text, headline, quantity, rms, run_verdicts, share_of, verdicts
+from workbench.views.words import (
+    DASH,
+    change_text,
+    headline,
+    quantity,
+    rms,
+    run_verdicts,
+    share_of,
+    timing_title,
+    verdicts,
+)
 
 _MOST_METRICS = 20
 
@@ -45,6 +55,7 @@ def _pair_markdown(pair: PairDiff, named: bool) -> list[str]:
         lines.append("")
     timings = headline(pair)
     if timings:
+        lines += [f"**{plain(timing_title(pair))}**", ""]
         lines += ["| timing | | mean | median | std | P99 |", "| --- | --- | ---: | ---: | ---: | ---: |"]
     for timing in timings:
         lines += _timing_markdown(timing)

@@ -20,6 +20,7 @@ from workbench.run import Environment, Run
 from workbench.views.markup import Markup, element, join, page, table
 from workbench.views.words import (
     DASH,
+    MOST_DIFFERENCES,
     change_text,
     headline,
     p_text,
@@ -27,6 +28,7 @@ from workbench.views.words import (
     rms,
     run_verdicts,
     share_of,
+    timing_title,
     tone,
     us,
     verdicts,
@@ -96,8 +98,8 @@ def _pair(pair: PairDiff) -> Markup:
         [
             element("h2", pair.name),
             _list("What makes the comparison doubtful", pair.doubts, class_="doubts"),
-            _list("What was changed", pair.differences),
-            _timing_table("Timings", headline(pair)),
+            _list("What else was changed", pair.differences[MOST_DIFFERENCES:]),
+            _timing_table(timing_title(pair), headline(pair)),
             forest(headline(pair)),
             _more("Timings by call and by GPU clock", _timing_table("", _others(pair))),
             _metrics(pair.metrics),

@@ -6,6 +6,8 @@ from workbench.review import Review
 from workbench.run import Run
 
 DASH = "–"
+MOST_DIFFERENCES = 20
+_MOST_NUMBERS = 20
 
 
 def us(value: float | None) -> str:
@@ -66,13 +68,32 @@ Sentence = tuple[str, str | None]  # what is said, and the verdict it carries
 
 
 def verdicts(diff: Diff) -> list[Sentence]:
-    """The sentences that come first: headline timings, failures, doubts, parity and accuracy of every pair."""
+    """The sentences that come first: calls that fail on one side only, then every pair's other news.
+
+    These are what was changed, headline timings, doubts, failures of both sides, parity and accuracy.
+    """
     several = len(diff.pairs) > 1
-    return [
-        (f"{pair.name}: {text}" if several else text, verdict)
-        for pair in diff.pairs
-        for text, verdict in (*_timing_sentences(pair), *_failure_sentences(pair), *_parity_sentences(pair))
-    ]
+    first: list[Sentence] = []
+    rest: list[Sentence] = []
+    for pair in diff.pairs:
+        failures = _failure_sentences(pair)
+        told = [
+            *_difference_sentences(pair),
+            *_timing_sentences(pair),
+            *(sentence for sentence in failures if sentence[1] is None),
+            *_parity_sentences(pair),
+        ]
+        new = [sentence for sentence in failures if sentence[1] is not None]
+        for into, sentences in ((first, new), (rest, told)):
+            into += [(f"{pair.name}: {text}" if several else text, verdict) for text, verdict in sentences]
+    return sorted(first, key=lambda sentence: sentence[1] != "worse") + rest
+
+
+def _difference_sentences(pair: PairDiff) -> list[Sentence]:
+    shown: list[Sentence] = [(f"changed: {text}", None) for text in pair.differences[:MOST_DIFFERENCES]]
+    if more := len(pair.differences) - len(shown):
+        shown.append((f"changed: {more} more, listed by --html and --json", None))
+    return shown
 
 
 def _timing_sentences(pair: PairDiff) -> list[Sentence]:
@@ -84,7 +105,9 @@ def _timing_sentences(pair: PairDiff) -> list[Sentence]:
     ]
     if told and not clear:
         judged = any(change.verdict != "not judged" for _, change in told)
-        clear.append(("no evidence of a difference in the timings" if judged else "the timings cannot be judged", None))
+        nothing = "no evidence of a difference in the timings" if judged else "the timings cannot be judged"
+        part = len(pair.pass_calls) < pair.common_calls
+        clear.append((f"{nothing} of {pass_text(pair)}" if part and pair.pass_calls else nothing, None))
     if pair.doubts:
         clear.append((f"doubts about the comparison: {len(pair.doubts)}, see below", None))
     return clear
@@ -95,7 +118,11 @@ def _failure_sentences(pair: PairDiff) -> list[Sentence]:
     for row in pair.failures:
         cause = f", {row.cause}" if row.cause else ""
         text = f"calls on which {row.arm} failed ({row.error}{cause}): {row.base} → {row.head}"
-        sentences.append((text, "worse" if row.head > row.base else "better" if row.head < row.base else None))
+        for side, calls in (("head", row.only_head), ("base", row.only_base)):
+            if calls:
+                more = f" and {len(calls) - _MOST_NUMBERS} more" if len(calls) > _MOST_NUMBERS else ""
+                text += f"; only in the {side}: {', '.join(map(str, calls[:_MOST_NUMBERS]))}{more}"
+        sentences.append((f"{row.verdict}: {text}" if row.verdict else text, row.verdict))
     return sentences
 
 
@@ -116,6 +143,21 @@ def headline(pair: PairDiff) -> list[TimingDiff]:
     """One timing per arm: the pass over the workload, else its only call; wall clock first."""
     whole = [timing for timing in pair.timings if timing.call is None]
     return [timing for timing in whole if timing.clock != "gpu"] or whole
+
+
+def pass_text(pair: PairDiff) -> str:
+    """Over which calls the headline timings are."""
+    passed = len(pair.pass_calls)
+    if passed < pair.common_calls:
+        return f"{passed} of the {pair.common_calls} common calls, those that every arm finished on both sides"
+    return "the common call" if passed == 1 else f"all {passed} common calls"
+
+
+def timing_title(pair: PairDiff) -> str:
+    """The heading of the table of headline timings: of which calls, and each as often as the workload has it."""
+    if not pair.pass_calls:
+        return "Timings"
+    return f"Timings of {'' if len(pair.pass_calls) == 1 else 'one pass over '}{pass_text(pair)}"
 
 
 def run_verdicts(found: Review, run: Run) -> list[tuple[str, str | None]]:
