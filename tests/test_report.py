@@ -17,12 +17,22 @@ import plotly.graph_objects as go
 import pytest
 from typer.testing import CliRunner
 
+from tests.chromium import opened
 from workbench.cli import app
 from workbench.errors import WorkbenchError
 from workbench.run import ARMS
 from workbench.views import report, theme
 from workbench.views.browser import chromium_command, find_chromium, take_screenshot
-from workbench.views.report import CellFailure, Source, Summary, find_notebooks, make_report, note_source
+from workbench.views.report import (
+    Answer,
+    CellFailure,
+    Source,
+    Summary,
+    find_notebooks,
+    make_report,
+    note_answer,
+    note_source,
+)
 
 needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="no Chromium on PATH")
 
@@ -158,6 +168,50 @@ def test_the_page_loads_nothing_and_its_links_lead_somewhere(
     assert (made[0] / "report" / "index.html").stat().st_size < 6_000_000
 
 
+ANSWERING = [
+    "# Speed",
+    "## 1 · How fast",
+    "from workbench.views.report import note_answer\nnote_answer('speed', 'Graphs take 4 ms & win.')",
+    "## 2 · Later",
+    "1 / 0",
+]
+SILENT = ["# Budgets", "1 / 0", "from workbench.views.report import note_answer\nnote_answer('budgets', 'never said')"]
+
+
+def test_the_top_answers_three_questions_or_says_why_not(tmp_path: Path) -> None:
+    paths = [
+        write_notebook(tmp_path / "speed.ipynb", ANSWERING),
+        write_notebook(tmp_path / "budgets.ipynb", SILENT),
+    ]
+    summary = make_report(paths, tmp_path / "out")
+    assert [one.answers for one in summary.notebooks] == [
+        [Answer(question="speed", sentence="Graphs take 4 ms & win.")],
+        [Answer(question="budgets", sentence=None)],
+    ]
+    page = (tmp_path / "out" / "index.html").read_text("utf-8")
+    top = page[page.index('<dl class="answers">') : page.index("</dl>")]
+    assert top.count("<dt>") == len(report.QUESTIONS) == 3
+    assert "Graphs take 4 ms &amp; win. (speed.ipynb stopped at cell 5 (ZeroDivisionError) later.)" in top
+    assert "No answer: budgets.ipynb stopped at cell 2 (ZeroDivisionError) before it said so." in top
+    assert "never said" not in top
+    assert "No notebook of this report answers this." in top
+    heading = Page(top).links[0].removeprefix("#")
+    assert f'id="{heading}">1 · How fast<' in page
+    assert Page(top).links[1:] == ["#n2"]
+
+
+def test_an_unknown_question_is_refused() -> None:
+    with pytest.raises(ValueError, match="'price' is not one of speed, budgets, safety"):
+        note_answer("price", "It costs.")  # type: ignore[arg-type]
+
+
+def test_the_committed_notebooks_answer_every_question() -> None:
+    notebooks = Path(__file__).parents[1] / "notebooks"
+    answers = [one for path in find_notebooks([notebooks]) for one in report._answers(report.read_notebook(path))]
+    assert [one.question for one in answers] == list(report.QUESTIONS)
+    assert all(one.sentence for one in answers)
+
+
 def browse(page: Path, folder: Path) -> tuple[str, list[str], list[str]]:
     """Open `page` in headless Chromium: its final DOM, its console, and what it asked the network for."""
     log = folder / "net.json"
@@ -186,6 +240,28 @@ def test_the_browser_draws_every_figure_and_asks_nobody(
     refused = [line for line in console if "Content Security Policy" in line]
     assert len(refused) >= 2  # the planted image and fetch
     assert [line for line in console if line not in refused] == []
+
+
+@pytest.mark.browser
+@needs_chromium
+def test_a_narrow_page_does_not_scroll_sideways(tmp_path: Path) -> None:
+    long = "vllm/model_executor/models/" + "a_long_name_" * 6 + ".py"
+    cells = [
+        f"# Narrow\n\nSee `{long}`.",
+        GOOD[1].replace("H200", long).replace("graph, mean", "one headline of many words, and more, mean"),
+        GOOD[2],
+        f"from workbench.views.report import note_answer\nnote_answer('safety', 'See {long}.')",
+    ]
+    make_report([write_notebook(tmp_path / "narrow.ipynb", cells)], tmp_path / "out")
+    with opened((tmp_path / "out" / "index.html").as_uri(), tmp_path / "profile") as page:
+        for width, toolbars in ((400, 0), (1600, 1)):
+            page.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+            page.call("Page.reload")
+            page.wait(f"innerWidth === {width} && document.body && document.body.dataset.drawn === '1'")
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            assert page.evaluate("document.querySelectorAll('.modebar').length") == toolbars
+            inside = "[...document.querySelectorAll('.sources td')].every(e => e.scrollWidth <= e.clientWidth + 1)"
+            assert width > 400 or page.evaluate(inside)
 
 
 @pytest.mark.browser

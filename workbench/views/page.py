@@ -14,7 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.environment import MODE_TITLES, describe
-from workbench.views.report import KIND_TITLES, SOURCE_MIME, CellFailure, Summary
+from workbench.views.report import (
+    ANSWER_MIME,
+    KIND_TITLES,
+    QUESTIONS,
+    SOURCE_MIME,
+    CellFailure,
+    NotebookSummary,
+    Question,
+    Summary,
+)
 from workbench.views.theme import PLOTLY_MIME
 
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
@@ -22,12 +31,13 @@ WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 
 @dataclass
 class Part:
-    """One notebook of the page: its headings (level, id, text) and its cells as HTML."""
+    """One notebook of the page: its headings (level, id, text), its cells, and the ids of headings above answers."""
 
     id: str
     title: str
     headings: list[tuple[int, str, str]] = field(default_factory=list)
     cells: list[str] = field(default_factory=list)
+    answers: dict[str, str] = field(default_factory=dict)
 
 
 def render(summary: Summary, notebooks: Sequence[Any]) -> str:
@@ -52,12 +62,47 @@ def render(summary: Summary, notebooks: Sequence[Any]) -> str:
         summary=summary,
         mode_title=MODE_TITLES[summary.mode],
         kind_titles=KIND_TITLES,
+        answers=top_answers(summary, parts),
         facts=describe(summary.environment),
         parts=parts,
         figures=writer.figures,
         plotly=_packed(get_plotlyjs()) if writer.figures else "",
         code_style=writer.code_style(),
     )
+
+
+@dataclass(frozen=True)
+class TopAnswer:
+    """One line of the page's top. `link` is an id of the page; None: no notebook answers. `said`: it is an answer."""
+
+    question: str
+    sentence: str
+    link: str | None
+    said: bool
+
+
+def top_answers(summary: Summary, parts: Sequence[Part]) -> list[TopAnswer]:
+    """Return an answer to each question from each notebook that has one, or why there is none."""
+    lines = []
+    for question, title in QUESTIONS.items():
+        of_it = [
+            _top_answer(question, answer.sentence, one, part)
+            for one, part in zip(summary.notebooks, parts, strict=True)
+            for answer in one.answers
+            if answer.question == question
+        ]
+        lines += of_it or [TopAnswer(title, "No notebook of this report answers this.", None, said=False)]
+    return lines
+
+
+def _top_answer(question: Question, sentence: str | None, notebook: NotebookSummary, part: Part) -> TopAnswer:
+    failure = notebook.failure
+    where = f"stopped at cell {failure.cell} ({failure.error})" if failure else "ran"
+    if sentence is None:
+        why = f"No answer: {notebook.file} {where} {'before it' if failure else 'and never'} said so."
+        return TopAnswer(QUESTIONS[question], why, part.id, said=False)
+    later = f" ({notebook.file} {where} later.)" if failure else ""
+    return TopAnswer(QUESTIONS[question], sentence + later, part.answers.get(question, part.id), said=True)
 
 
 class PageWriter:
@@ -130,6 +175,9 @@ class PageWriter:
             kind = source["kind"]
             badge = f'<span class="kind {kind}">{KIND_TITLES[kind]}</span>'
             return f'<p class="source">{badge} {html.escape(source["text"])}</p>'
+        if ANSWER_MIME in data:
+            part.answers[data[ANSWER_MIME]["question"]] = part.headings[-1][1] if part.headings else part.id
+            return f'<p class="answer">{html.escape(data[ANSWER_MIME]["sentence"])}</p>'
         if PLOTLY_MIME in data:
             return self._figure(data[PLOTLY_MIME])
         if WIDGET_MIME in data:

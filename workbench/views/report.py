@@ -6,11 +6,16 @@ A notebook says where its numbers come from with `note_source`; the report repea
     note_source("recorded", "H200, vLLM 0.33.0, recorded 2026-01-01", {"graph, mean (ms)": 4.98})
     note_source("live", "this machine's CPU, depth 2", {"worst relative RMS": 0.0})
 
+and answers a question that the report asks first with `note_answer`, which the top repeats with a link:
+
+    note_answer("speed", "The graph takes 4.97 ms instead of 25.19.")
+
 Notebooks run side by side, each in a process of its own, with the cores shared among them. They run as copies: the
 files themselves change only when asked to. Formulas in Markdown stay as typed: the page loads no MathJax.
 """
 
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +37,7 @@ from workbench.run import Environment, Record
 
 SCHEMA_VERSION = 1
 SOURCE_MIME = "application/vnd.workbench.source+json"
+ANSWER_MIME = "application/vnd.workbench.answer+json"
 HTML_FILE, SUMMARY_FILE = "index.html", "summary.json"
 CELL_SECONDS = 600
 
@@ -52,6 +58,21 @@ class Source(Record, frozen=True):
     numbers: dict[str, float] = msgspec.field(default_factory=dict)
 
 
+Question = Literal["speed", "budgets", "safety"]
+QUESTIONS: dict[Question, str] = {
+    "speed": "Where does the time go, and what do graphs win?",
+    "budgets": "Which budgets should I set?",
+    "safety": "Is it safe?",
+}
+
+
+class Answer(Record, frozen=True):
+    """A notebook's answer to one of `QUESTIONS`; None where its cells would have said it and did not."""
+
+    question: Question
+    sentence: str | None
+
+
 class CellFailure(Record, frozen=True):
     """The cell that ended a notebook. `cell` counts all cells from 1, as JupyterLab lists them."""
 
@@ -69,6 +90,7 @@ class NotebookSummary(Record, frozen=True):
     code_cells: int
     failure: CellFailure | None
     sources: list[Source]
+    answers: list[Answer] = []
 
 
 class Summary(Record, frozen=True):
@@ -115,6 +137,23 @@ def note_source(kind: Kind, text: str, numbers: Mapping[str, float] | None = Non
         raise ValueError(f"not a finite number: {', '.join(bad)}")
     lines = [f"{KIND_TITLES[kind]}: {text}", *(f"{name}: {value:.4g}" for name, value in source.numbers.items())]
     publish({SOURCE_MIME: msgspec.to_builtins(source), "text/plain": "\n".join(lines)})
+
+
+def note_answer(question: Question, sentence: str) -> None:
+    """Answer one of the report's questions in a notebook; the report's top repeats it with a link to this section.
+
+    Args:
+        sentence: computed from the notebook's data; plain text.
+
+    Raises:
+        ValueError: an unknown question.
+    """
+    from workbench.views.theme import publish
+
+    if question not in QUESTIONS:
+        raise ValueError(f"{question!r} is not one of {', '.join(QUESTIONS)}")
+    answer = Answer(question=question, sentence=sentence)
+    publish({ANSWER_MIME: msgspec.to_builtins(answer), "text/plain": f"{QUESTIONS[question]} {sentence}"})
 
 
 def find_notebooks(paths: Sequence[Path]) -> list[Path]:
@@ -274,6 +313,7 @@ def execute(
         code_cells=len(code),
         failure=failure,
         sources=_sources(notebook),
+        answers=_answers(notebook),
     )
     return Executed(notebook, summary)
 
@@ -295,6 +335,19 @@ def _title(notebook: Any) -> str | None:
 
 def _sources(notebook: Any) -> list[Source]:
     """Return what `note_source` said in the notebook, in order."""
+    return [msgspec.convert(data, Source) for data in _published(notebook, SOURCE_MIME)]
+
+
+def _answers(notebook: Any) -> list[Answer]:
+    """Return what `note_answer` said in the notebook, and what its cells would have said."""
+    said = [msgspec.convert(data, Answer) for data in _published(notebook, ANSWER_MIME)]
+    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    meant = [question for question in QUESTIONS if re.search(rf"""note_answer\(\s*["']{question}["']""", code)]
+    return said + [Answer(question, None) for question in meant if question not in {one.question for one in said}]
+
+
+def _published(notebook: Any, mime: str) -> list[Any]:
+    """Return the notebook's outputs of one MIME type, in order."""
     outputs = (output for cell in notebook.cells for output in cell.get("outputs", []))
     shown = (output.get("data", {}) for output in outputs)
-    return [msgspec.convert(data[SOURCE_MIME], Source) for data in shown if SOURCE_MIME in data]
+    return [data[mime] for data in shown if mime in data]
