@@ -514,7 +514,11 @@ def _members(bundle: Bundle) -> Markup:
 def _definitions() -> Markup:
     rows = [
         ("wall, gpu", "host time between two synchronises around a call; CUDA events around it"),
-        ("pass", "all calls of the workload together, each as often as it occurs, repeat by repeat"),
+        (
+            "pass",
+            "all calls of the workload (in a comparison those that the heading names) together, each as often as it "
+            "occurs, repeat by repeat",
+        ),
         ("p", "Mann-Whitney test (mean, median) or permutation test (P99), adjusted by Holm's method"),
         ("no evidence", "p is 0.05 or more, or the change is below 1 %"),
         ("padding", "budget minus tokens, over budget, summed over replays"),
