@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from workbench.budgets import Configuration, Limits, resolve
 from workbench.cli import app
 from workbench.collectives import Ranks, join_ranks
-from workbench.commands.parallel import parse_calls
+from workbench.commands.parallel import parse_calls, size_here
 from workbench.errors import WorkbenchError
 from workbench.models import model_facts
 from workbench.parallel import ARMS, ParallelRun, RankCall, agrees, balance, read_parallel, trace_ranks
@@ -341,6 +341,27 @@ def test_calls_are_written_in_pixels() -> None:
 def test_calls_that_are_none(text: str) -> None:
     with pytest.raises(WorkbenchError):
         parse_calls([text], "glm4_1v")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "size"),
+    [
+        (("ernie45_vl", None, None, None), 0, (2, 160)),
+        (("ernie45_vl", None, None, None), 1, (None, None)),
+        (("ernie45_vl", None, None, "cpu"), 1, (2, 160)),
+        (("ernie45_vl", None, None, "cuda:1"), 0, (None, None)),
+        (("ernie45_vl", 32, None, "cpu"), 0, (32, 160)),
+        (("ernie45_vl", 32, 1280, "cpu"), 0, (32, 1280)),
+        (("glm4_1v", None, None, "cpu", 4), 0, (2, 512)),
+        (("glm4_1v", None, None, "cpu", 99), 0, (2, 1536)),
+    ],
+)
+def test_a_cpu_takes_a_small_encoder_and_says_so(
+    arguments: Any, gpus: int, size: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("workbench.environment.gpus", lambda: [object()] * gpus)
+    assert size_here(*arguments) == size
+    assert ("--depth and --width" in capsys.readouterr().err) == (size not in ((None, None), (32, 1280)))
 
 
 def test_the_verb_ends_with_2_before_anything_starts(tmp_path: Path) -> None:

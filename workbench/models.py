@@ -186,3 +186,13 @@ def model_facts(key: str) -> ModelFacts:
         return MODELS[key]
     except KeyError:
         raise WorkbenchError(f"unknown model {key!r}; this workbench knows {', '.join(sorted(MODELS))}") from None
+
+
+def small_size(facts: ModelFacts, heads: int = 2) -> tuple[int, int]:
+    """Return blocks and features of the encoder that a CPU runs where nobody asks for a size.
+
+    Args:
+        facts: the whole encoder.
+        heads: attention heads to keep, for ranks that share them.
+    """
+    return 2, min(heads, facts.heads) * facts.width // facts.heads

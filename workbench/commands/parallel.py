@@ -2,6 +2,7 @@
 
 import enum
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -47,8 +48,10 @@ def parallel(
     max_items: Annotated[int, Option(help="Images or videos per replay; 0: vLLM's own.")] = 0,
     max_frames: Annotated[int | None, Option(help="Video frames per replay; left out: vLLM's own.")] = None,
     repeats: Annotated[int, Option(help="Timed samples per arm and call.")] = 20,
-    depth: Annotated[int | None, Option(help="Blocks of a reduced encoder.")] = None,
-    width: Annotated[int | None, Option(help="Features of a reduced encoder.")] = None,
+    depth: Annotated[int | None, Option(help="Blocks; left out: all on CUDA, 2 on the CPU.")] = None,
+    width: Annotated[
+        int | None, Option(help="Features; left out: all on CUDA, on the CPU two heads or those that the ranks share.")
+    ] = None,
     device: Annotated[str | None, Option(help="cuda or cpu; left out: cuda if there is one.")] = None,
     disable_custom_all_reduce: Annotated[
         bool, Option("--disable-custom-all-reduce", help="As in `vllm serve`: reduce through NCCL only.")
@@ -69,6 +72,7 @@ def parallel(
     from workbench.encoder.parallel import run_parallel
     from workbench.encoder.session import SessionOptions
 
+    depth, width = size_here(model, depth, width, device, heads=ranks if tp_mode is TpMode.weights else 2)
     options = SessionOptions(
         model=model, depth=depth, width=width, device=device, video_limit=1 if modality == "video" else 0
     )
@@ -88,6 +92,33 @@ def parallel(
             progress=progress,
         )
     _tell(out, run, as_json)
+
+
+def size_here(
+    model: str, depth: int | None, width: int | None, device: str | None, heads: int = 2
+) -> tuple[int | None, int | None]:
+    """Return blocks and features for this machine: on the CPU a small encoder where none is asked, told on stderr.
+
+    Args:
+        model: registry key.
+        depth, width: as asked; None: not.
+        device: as asked; None: CUDA where there is a GPU.
+        heads: the fewest attention heads of the small encoder.
+    """
+    from workbench.environment import gpus
+    from workbench.models import model_facts, small_size
+
+    on_cpu = not gpus() if device is None else device.startswith("cpu")
+    if not on_cpu or (depth is not None and width is not None):
+        return depth, width
+    blocks, features = small_size(model_facts(model), max(heads, 2))
+    depth, width = blocks if depth is None else depth, features if width is None else width
+    print(
+        f"on the CPU: {depth} blocks of {width} features; --depth and --width choose another size, up to the whole "
+        "encoder",
+        file=sys.stderr,
+    )
+    return depth, width
 
 
 def show_ranks(

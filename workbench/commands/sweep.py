@@ -33,8 +33,8 @@ def sweep(
     calls: Annotated[int, Option(help="Calls to time, the first ones.")] = 40,
     repeats: Annotated[int, Option(help="Samples per call.")] = 20,
     warmup: Annotated[int, Option(help="Runs of each call before its samples.")] = 2,
-    depth: Annotated[int | None, Option(help="Blocks of a reduced encoder.")] = None,
-    width: Annotated[int | None, Option(help="Features of a reduced encoder.")] = None,
+    depth: Annotated[int | None, Option(help="Blocks; left out: all on CUDA, 2 on the CPU.")] = None,
+    width: Annotated[int | None, Option(help="Features; left out: all on CUDA, two heads on the CPU.")] = None,
     dtype: Annotated[str, Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     device: Annotated[str | None, Option(help="cuda, cuda:1 or cpu; left out: cuda if there is one.")] = None,
     seed: Annotated[int, Option(help="Seed of dummy weights and inputs.")] = 0,
@@ -46,6 +46,7 @@ def sweep(
     import msgspec
 
     from workbench import fleet
+    from workbench.commands.parallel import size_here
     from workbench.encoder.session import SessionOptions
     from workbench.models import model_facts
     from workbench.progress import progress_bar
@@ -54,6 +55,8 @@ def sweep(
     if workers is not None and ray is None:
         raise WorkbenchError("--workers is for --ray; without it configurations run in this process, one by one")
     configurations = read_configurations(config or [], configs)
+    if ray in (None, "local") or (device or "").startswith("cpu"):  # another machine's GPUs are not known here
+        depth, width = size_here(model, depth, width, device)
     options = SessionOptions(
         model=model,
         depth=depth,
