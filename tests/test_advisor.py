@@ -484,6 +484,15 @@ def test_the_command_prints_for_people(run: Run) -> None:
     assert "99th percentile" in shown
 
 
+def test_a_workload_of_images_is_of_a_server_without_videos_and_the_notebook_says_so() -> None:
+    calls, glm = workload([[64]], "glm4_1v"), model_facts("glm4_1v")
+    silent = Limits.of(glm, max_model_len=16_384, max_num_batched_tokens=8_192)
+    first = [open_setting(calls, limits).candidate("", Configuration()).captured[0] for limits in (None, silent)]
+    assert first == [64, 38_400]
+    notebook = Path(__file__).resolve().parents[1] / "notebooks" / "02_budget_sweep.ipynb"
+    assert "the server allows no videos, as the workload has none" in notebook.read_text("utf-8")
+
+
 def test_a_distance_from_the_bound_without_padding_is_explained() -> None:
     advice = advise(workload([[256]]), CostModel(make_profile()))
     assert advice.answer.waste == 0
