@@ -260,6 +260,21 @@ def test_every_verb_is_documented() -> None:
     assert sorted(set(verbs()) - said) == []
 
 
+def written(one: Command) -> list[str]:
+    """Return the files and folders that a documented command makes."""
+    options = ("--out", "-o", "--html", "--markdown", "--check")
+    named = [value for option, value in zip(one.words, one.words[1:], strict=False) if option in options]
+    received = list(one.words[3:]) if one.words[:2] == ("bundle", "extract") else []
+    return [*named, *received, *([one.redirect] if one.redirect else [])]
+
+
+def test_what_commands_write_is_ignored_by_git() -> None:
+    ignored = ("runs/", "report", "workbench/recordings/")  # recordings are kept on purpose
+    made = [(one.text, path) for one in COMMANDS for path in written(one)]
+    assert len(made) >= 25
+    assert [(text, path) for text, path in made if not path.startswith(ignored)] == []
+
+
 def test_commands_are_found_and_most_are_run() -> None:
     assert len(RUN) >= 25
     assert {one.exit_code for one in RUN} == {0, 1}
