@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from workbench.budgets import Configuration, Limits, Resolved, generate_budgets, resolve
+from workbench.budgets import Configuration, Limits, Resolved, check_values, generate_budgets, resolve
 from workbench.costs import CallCosts, CostModel, Objective, Prediction, sequence_squares
 from workbench.errors import WorkbenchError
 from workbench.lint import Finding, lint
@@ -492,6 +492,7 @@ def open_setting(workload: Workload, limits: Limits | None = None) -> Setting:
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
             video_limit=None if videos else 0,
         )
+    check_values(Configuration(), limits)
     calls = group(workload, RequestPerCall()) if videos else workload  # vLLM encodes one modality at a time
     arrangement = arrange(calls.tokens, calls.offsets, calls.frames if videos else None)
     return Setting(calls, facts, limits, arrangement)

@@ -121,10 +121,14 @@ def read_json(path: Path, kind: type[T], limit: int = 64 * 2**20) -> T:
     try:
         size = path.stat().st_size
         if size > limit:
-            raise WorkbenchError(f"{path} has {size:,} bytes, more than the {limit:,} this kind of file may have")
+            raise WorkbenchError(
+                f"{path} has {size:,} bytes, more than the {limit:,} this kind of file may have; give another"
+            )
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
-        raise WorkbenchError(f"cannot read {path}: {error.strerror or error}") from error
+        raise WorkbenchError(
+            f"cannot read {path}: {error.strerror or error}; give the path of a readable file"
+        ) from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise WorkbenchError(
             f"{path} is not what this command reads: {error}; give the file that the workbench wrote, or correct it"
