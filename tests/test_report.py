@@ -260,6 +260,8 @@ def test_a_narrow_page_does_not_scroll_sideways(tmp_path: Path) -> None:
             page.wait(f"innerWidth === {width} && document.body && document.body.dataset.drawn === '1'")
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
             assert page.evaluate("document.querySelectorAll('.modebar').length") == toolbars
+            shown = "[...document.querySelectorAll('.modebar')].filter(e => getComputedStyle(e).opacity !== '0').length"
+            assert page.evaluate(shown) == 0  # the pointer is elsewhere
             inside = "[...document.querySelectorAll('.sources td')].every(e => e.scrollWidth <= e.clientWidth + 1)"
             assert width > 400 or page.evaluate(inside)
 
