@@ -466,8 +466,8 @@ def lab_options(model: str, device: str | None = None) -> tuple[SessionOptions, 
     """Return the encoder and budgets that suit this machine: all of it on CUDA, depth 2 and two heads on the CPU."""
     if engine.choose_device(device).type == "cuda":
         return SessionOptions(model=model, device=device), (64, 128, 256, 512, 1024, 2048)
-    facts = model_facts(model)
-    return SessionOptions(model=model, device=device, depth=2, width=2 * facts.width // facts.heads), (16, 32, 64)
+    depth, width = small_size(model_facts(model))
+    return SessionOptions(model=model, device=device, depth=depth, width=width), (16, 32, 64)
 
 
 @contextmanager
