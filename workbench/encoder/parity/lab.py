@@ -32,7 +32,7 @@ from workbench.encoder.parity.noise import measure_noise, noise_grids
 from workbench.encoder.parity.tape import BeforeReplay, TapedBatch, taping
 from workbench.encoder.session import EncoderInputs, EncoderSession, Grid, SessionOptions, open_session
 from workbench.errors import WorkbenchError
-from workbench.models import Modality, model_facts
+from workbench.models import Modality, model_facts, small_size
 from workbench.parity import Difference, Finding, Noise, Status
 
 # On the CPU, the work of such an encoder's layers is too small to share among threads.
