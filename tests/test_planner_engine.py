@@ -110,7 +110,7 @@ configurations = st.builds(
 )
 server_limits = st.builds(
     Limits,
-    max_model_len=st.integers(-1, 9000),
+    max_model_len=st.integers(1, 9000),
     max_num_batched_tokens=st.integers(1, 9000),
     min_budget=st.sampled_from([0, 1, 16, 64, 64, 64, 500]),
     video_limit=st.sampled_from([0, 1, 999]),
