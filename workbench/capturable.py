@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from workbench.errors import WorkbenchError
-from workbench.files import read_json
+from workbench.files import read_versioned
 from workbench.parity import Difference
 from workbench.run import RECORDINGS, CaptureCost, Environment, ModelRecord, Record, Replay
 
@@ -222,10 +222,7 @@ def read_ladder(folder: Path) -> Ladder:
     path = folder / LADDER_FILE
     if not path.is_file():
         raise WorkbenchError(f"{folder} has no {LADDER_FILE}; make one with scripts/h200_variants.sh on a GPU")
-    version = read_json(path, dict).get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise WorkbenchError(f"{path} has schema version {version!r}; this workbench reads {SCHEMA_VERSION}")
-    return read_json(path, Ladder)
+    return read_versioned(path, Ladder, SCHEMA_VERSION)
 
 
 def find_ladder(model: str, run_folder: Path | None = None) -> Ladder | None:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from workbench.budgets import Resolved
 from workbench.costs import CallCosts, CostModel
 from workbench.errors import WorkbenchError
-from workbench.files import read_json
+from workbench.files import read_versioned
 from workbench.planner import plan
 from workbench.run import CaptureCost, Environment, ModelRecord, Record, Replay
 
@@ -60,10 +60,7 @@ def read_comparisons(path: Path) -> Comparisons:
     Raises:
         WorkbenchError: not such a file, or one of another schema version.
     """
-    read = read_json(path, Comparisons)
-    if read.schema_version != SCHEMA_VERSION:
-        raise WorkbenchError(f"{path} has schema version {read.schema_version}; this workbench reads {SCHEMA_VERSION}")
-    return read
+    return read_versioned(path, Comparisons, SCHEMA_VERSION)
 
 
 @dataclass(frozen=True)

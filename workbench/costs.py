@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workbench.errors import WorkbenchError
-from workbench.files import read_json
+from workbench.files import read_versioned
 from workbench.planner import FALLBACK, PATCHES_PER_TOKEN, Arrangement, Plan
 from workbench.run import ARMS, RECORDINGS, Arm, Environment, ModelRecord, Record, Replay
 
@@ -133,12 +133,7 @@ def read_profile(path: Path, model: str | None = None, gpu: str | None = None) -
     Raises:
         WorkbenchError: not a profile, another schema version, or measured on something else.
     """
-    profile = read_json(path, CostProfile)
-    if profile.schema_version != SCHEMA_VERSION:
-        raise WorkbenchError(
-            f"{path} has schema version {profile.schema_version}; this workbench reads {SCHEMA_VERSION}, so calibrate "
-            "again"
-        )
+    profile = read_versioned(path, CostProfile, SCHEMA_VERSION, "so calibrate again")
     if model is not None and profile.model.key != model:
         raise WorkbenchError(
             f"{path} was measured for {profile.model.key}, not {model}; calibrate for {model} (only `workbench "

@@ -37,7 +37,7 @@ from workbench.advisor import advise
 from workbench.budgets import DEFAULT_VIDEO_LIMIT, Configuration, Limits, resolve
 from workbench.costs import CostModel
 from workbench.errors import WorkbenchError
-from workbench.files import read_json, refuse_occupied, write_json
+from workbench.files import read_versioned, refuse_occupied, write_json
 from workbench.ingest.bench import is_mm_processor, mm_processor
 from workbench.ingest.external import External, Measure
 from workbench.ledger import (
@@ -614,10 +614,7 @@ def read_bench(folder: Path) -> EngineBench:
     path = folder / RESULT_FILE
     if not path.is_file():
         raise WorkbenchError(f"{folder} has no {RESULT_FILE}; make one with `workbench engine-bench`")
-    version = read_json(path, dict).get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise WorkbenchError(f"{path} has schema version {version!r}; this workbench reads {SCHEMA_VERSION}")
-    return read_json(path, EngineBench)
+    return read_versioned(path, EngineBench, SCHEMA_VERSION)
 
 
 def recorded(model: str, profile: CostModel | None = None) -> list[EngineBench]:

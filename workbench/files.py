@@ -133,3 +133,20 @@ def read_json(path: Path, kind: type[T], limit: int = 64 * 2**20) -> T:
         raise WorkbenchError(
             f"{path} is not what this command reads: {error}; give the file that the workbench wrote, or correct it"
         ) from error
+
+
+def read_versioned(path: Path, kind: type[T], version: int, again: str = "") -> T:
+    """Read `path` like `read_json`, once its field `schema_version` is found to be `version`.
+
+    Args:
+        again: what to do about another version, as the end of the sentence.
+
+    Raises:
+        WorkbenchError: another version or none; see `read_json`.
+    """
+    found = read_json(path, dict).get("schema_version")
+    if found != version:
+        raise WorkbenchError(
+            f"{path} has schema version {found!r}; this workbench reads {version}" + (f", {again}" if again else "")
+        )
+    return read_json(path, kind)

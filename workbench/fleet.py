@@ -26,7 +26,7 @@ import workbench
 from workbench.budgets import Configuration
 from workbench.comparison import Comparison
 from workbench.errors import WorkbenchError
-from workbench.files import read_json, refuse_occupied, write_json
+from workbench.files import read_json, read_versioned, refuse_occupied, write_json
 from workbench.progress import Progress, silent
 from workbench.run import Environment, Record
 
@@ -412,10 +412,7 @@ def read_sweep(folder: Path) -> tuple[Request, dict[str, Result]]:
     path = folder / REQUEST_FILE
     if not path.is_file():
         raise WorkbenchError(f"{folder} holds no sweep: it has no {REQUEST_FILE}; begin one without --resume")
-    version = read_json(path, dict).get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise WorkbenchError(f"{path} has schema version {version!r}; this workbench reads {SCHEMA_VERSION}")
-    request = read_json(path, Request)
+    request = read_versioned(path, Request, SCHEMA_VERSION)
     results = {}
     for number, task in enumerate(request.tasks):
         file = _result_file(folder, number)

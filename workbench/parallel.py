@@ -18,7 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Literal
 
 from workbench.errors import WorkbenchError
-from workbench.files import read_json
+from workbench.files import read_versioned
 from workbench.models import model_facts
 from workbench.published import TWO_GPUS
 from workbench.run import RECORDINGS, Batch, ConfigRecord, Environment, ModelRecord, Record, Replay
@@ -127,10 +127,7 @@ def read_parallel(folder: Path) -> ParallelRun:
     path = folder / RESULT_FILE
     if not path.is_file():
         raise WorkbenchError(f"{folder} has no {RESULT_FILE}; make one with `workbench parallel --out` on several GPUs")
-    version = read_json(path, dict).get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise WorkbenchError(f"{path} has schema version {version!r}; this workbench reads {SCHEMA_VERSION}")
-    run = read_json(path, ParallelRun)
+    run = read_versioned(path, ParallelRun, SCHEMA_VERSION)
     if not run.calls or len(run.ranks) < 2 or not all(_whole(run, rank) for rank in run.ranks):
         raise WorkbenchError(
             f"{path} does not hold two ranks or more with every call in every arm, as often on each; measure it again"

@@ -12,7 +12,7 @@ import msgspec
 
 from workbench.decision import ProxyFlips
 from workbench.errors import WorkbenchError
-from workbench.files import read_json
+from workbench.files import read_versioned
 from workbench.run import RECORDINGS, ConfigRecord, Environment, ModelRecord, Record, Replay
 
 SCHEMA_VERSION = 1
@@ -300,12 +300,7 @@ def read_parity(folder: Path) -> Parity:
     path = folder / PARITY_FILE
     if not path.is_file():
         raise WorkbenchError(f"{folder} holds no {PARITY_FILE}; make one with `workbench parity --out {folder}`")
-    version = read_json(path, dict).get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise WorkbenchError(
-            f"{path} has schema version {version!r}; this workbench reads {SCHEMA_VERSION}, so measure again"
-        )
-    return read_json(path, Parity)
+    return read_versioned(path, Parity, SCHEMA_VERSION, "so measure again")
 
 
 class Change(Record, frozen=True):

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from workbench.errors import WorkbenchError
-from workbench.files import read_json
+from workbench.files import read_versioned
 
 SCHEMA_VERSION = 1
 RUN_FILE = "run.json"
@@ -234,13 +234,7 @@ def read_run(folder: Path) -> Run:
         raise WorkbenchError(f"{folder} is not a run folder or anything else: there is no such path; correct it")
     if not path.is_file():
         raise WorkbenchError(f"{folder} is not a run folder: it has no {RUN_FILE}; make one with `workbench capture`")
-    version = read_json(path, dict).get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise WorkbenchError(
-            f"{path} has schema version {version!r}; this workbench reads {SCHEMA_VERSION}, so read it with the "
-            "workbench that made it, or capture again"
-        )
-    return read_json(path, Run)
+    return read_versioned(path, Run, SCHEMA_VERSION, "so read it with the workbench that made it, or capture again")
 
 
 def recording_names() -> list[str]:

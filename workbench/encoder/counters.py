@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import workbench
 from workbench.errors import WorkbenchError
-from workbench.files import read_json, refuse_occupied, replacing_folder, write_json
+from workbench.files import read_versioned, refuse_occupied, replacing_folder, write_json
 from workbench.kernels import FAMILIES, Family, family, short_name
 from workbench.run import RECORDINGS, Arm, Environment, Record
 
@@ -118,10 +118,7 @@ def read_counters(folder: Path) -> Counters:
     path = folder / RESULT_FILE
     if not path.is_file():
         raise WorkbenchError(f"{folder} has no {RESULT_FILE}; make one with `workbench counters` on a GPU")
-    version = read_json(path, dict).get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise WorkbenchError(f"{path} has schema version {version!r}; this workbench reads {SCHEMA_VERSION}")
-    return read_json(path, Counters)
+    return read_versioned(path, Counters, SCHEMA_VERSION)
 
 
 def find_counters(model: str, run_folder: Path | None = None) -> Counters | None:
