@@ -297,14 +297,12 @@ def frames_axis(study: Setting, chosen: Configuration, frames: Iterable[int] = (
     `fails` is the replays that vLLM raises on (D4), `findings` the linter's rules above information. Predicted times
     and memory only with costs.
     """
-    alone = outcome(study, replace(chosen, max_frames=0), "")
-    default = resolve(replace(chosen, max_frames=None), study.limits).max_frames
-    items = alone.candidate.max_items
-    doubled = []
-    frames_each = 1
-    while frames_each * items < default:
-        doubled.append(frames_each * items)
-        frames_each *= 2
+    inferred = resolve(replace(chosen, max_frames=None), study.limits)
+    default, doubled = inferred.max_frames, []
+    between = inferred.max_items
+    while between < default:
+        doubled.append(between)
+        between *= 2
     wanted = {*frames, *doubled, default, *([] if chosen.max_frames is None else [chosen.max_frames])}
     return _table(
         [
