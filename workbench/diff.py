@@ -323,8 +323,8 @@ def _compare_runs(draft: _Draft, base: Run, head: Run) -> None:
     draft.metrics += _run_metrics(draft, base, head)
     _compare_traces(draft, base, head)
     if base.equality or head.equality:
-        draft.parity.append(_equality(base, head))
-    draft.failures += _failures(base, head)
+        draft.parity.append(_equality(draft.common, base, head))
+    draft.failures += _failures(draft.common, base, head)
 
 
 # --- timings ---------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def _common_calls(base: Run, head: Run) -> list[tuple[int, int]]:
 
 
 def _compare_timings(draft: _Draft, base: Run, head: Run) -> None:
-    reason = _incomparable(base, head)
+    reason = _incomparable(draft, base, head)
     if reason:
         draft.notes.append(f"timings are not compared: {reason}")
         return
@@ -394,14 +394,14 @@ def _compare_arm(draft: _Draft, run: Run, arm: Arm, clock: Clock, rows: list[_Sa
         draft.timings += [_timing(row.base, row.head, arm, clock, row.calls[0]) for row in rows[:MOST_CALLS]]
 
 
-def _incomparable(base: Run, head: Run) -> str:
+def _incomparable(draft: _Draft, base: Run, head: Run) -> str:
     if base.replay != head.replay:
         return "one side replays CUDA graphs, the other re-runs Python over static buffers"
     for field in ("architecture", "depth", "width", "dtype"):
         left, right = getattr(base.model, field), getattr(head.model, field)
         if left != right:
             return f"the models differ in {field} ({left} and {right})"
-    return "" if _common_calls(base, head) else "no call of one side encodes what a call of the other does"
+    return "" if draft.common else "no call of one side encodes what a call of the other does"
 
 
 def arm_samples(run: Run, arm: Arm, clock: Clock) -> dict[int, list[float]]:
@@ -530,7 +530,7 @@ def _nodes(base: Run, head: Run) -> list[Metric]:
 
 
 def _compare_traces(draft: _Draft, base: Run, head: Run) -> None:
-    calls = dict(_common_calls(base, head))
+    calls = dict(draft.common)
     if len(calls) < max(len(base.calls), len(head.calls)):
         draft.notes.append("traces are not compared: the sides encode different calls")
         return
@@ -689,9 +689,9 @@ def _status(
 # --- parity, findings ------------------------------------------------------------------------------
 
 
-def _equality(base: Run, head: Run) -> ParityDiff:
+def _equality(common_calls: Sequence[tuple[int, int]], base: Run, head: Run) -> ParityDiff:
     """Equality on the calls and baselines that both sides compared."""
-    calls = dict(_common_calls(base, head))
+    calls = dict(common_calls)
     left = {(calls[row.call], row.baseline): row for row in base.equality if row.call in calls}
     right = {(row.call, row.baseline): row for row in head.equality}
     common = [key for key in left if key in right]
@@ -713,9 +713,9 @@ def _equality(base: Run, head: Run) -> ParityDiff:
     )
 
 
-def _failures(base: Run, head: Run) -> list[FailureDiff]:
+def _failures(common_calls: Sequence[tuple[int, int]], base: Run, head: Run) -> list[FailureDiff]:
     """The calls on which each arm failed, by error and known cause."""
-    partners = dict(_common_calls(base, head))
+    partners = dict(common_calls)
     told = [_failed_calls(run) for run in (base, head)]
     rows = []
     for key in sorted(told[0].keys() | told[1].keys()):
