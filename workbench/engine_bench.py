@@ -35,7 +35,7 @@ import numpy as np
 import workbench
 from workbench.advisor import advise
 from workbench.budgets import DEFAULT_VIDEO_LIMIT, Configuration, Limits, resolve
-from workbench.costs import CostModel
+from workbench.costs import CostModel, sequence_squares
 from workbench.errors import WorkbenchError
 from workbench.files import read_versioned, refuse_occupied, write_json
 from workbench.ingest.bench import is_mm_processor, mm_processor
@@ -52,7 +52,7 @@ from workbench.ledger import (
 )
 from workbench.lint import lint
 from workbench.models import ModelFacts, model_facts
-from workbench.planner import PATCHES_PER_TOKEN, plan
+from workbench.planner import arrange, plan
 from workbench.presets import PRESETS, Preset
 from workbench.progress import Progress, silent
 from workbench.published import PULL_REQUEST_BUDGETS, PULL_REQUEST_FRAMES, PULL_REQUEST_ITEMS
@@ -591,9 +591,9 @@ def price(
     calls = to_workload(ledger, setting.facts)
     median = int(np.sort(calls.tokens)[len(calls.tokens) // 2])
     if configuration is None:
-        patches = (PATCHES_PER_TOKEN * calls.tokens).astype(np.float64)
-        squares = patches**2 / calls.grids[:, 0]  # a frame is a sequence
-        tokens, squares = (np.add.reduceat(each, calls.offsets[:-1]) for each in (calls.tokens, squares))
+        arrangement = arrange(calls.tokens, calls.offsets, calls.grids[:, 0])
+        items = (arrangement.tokens, sequence_squares(arrangement))
+        tokens, squares = (np.add.reduceat(each, calls.offsets[:-1]) for each in items)
         wall = model.served_us(tokens, squares, np.diff(calls.offsets))
         alone = model.eager_us([median], "eager_served")
     else:
