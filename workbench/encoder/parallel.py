@@ -17,7 +17,6 @@ Written: `parallel.json` and per rank a folder with `rank.json` and a Kineto tra
 """
 
 import contextlib
-import gzip
 import math
 import os
 import signal
@@ -28,8 +27,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-import msgspec
 
 import workbench
 from workbench.budgets import Configuration
@@ -482,28 +479,22 @@ def _timed_gathers(session: "EncoderSession", into: list[float]) -> Iterator[Non
 
 
 def _trace(session: "EncoderSession", calls: Sequence["EncoderInputs"], folder: Path) -> str:
-    """Trace one shared call of each by graphs; the file carries the rank, and its gathers align the ranks."""
+    """Trace one shared call of each by graphs; torch writes the rank into the file, whose gathers align the ranks."""
     import torch
+
+    from workbench.profiler import recording
 
     place = session.options.place
     assert place is not None
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if session.device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    torch.distributed.barrier()
-    with torch.profiler.profile(activities=activities) as profile:
+    path = folder / "trace.json.gz"
+    with recording(path, ["cpu", "cuda"] if session.device.type == "cuda" else ["cpu"]) as start:
+        torch.distributed.barrier()
+        start()
         for number, inputs in enumerate(calls):
             with torch.profiler.record_function(f"call#{number} rank#{place.rank}"):
                 session.graph(inputs)
                 session.synchronize()
-    plain = folder / "trace.json"
-    profile.export_chrome_trace(str(plain))
-    document = msgspec.json.decode(plain.read_bytes())
-    document["distributedInfo"] = {"rank": place.rank, "world_size": place.size}
-    plain.unlink()
-    packed = folder / "trace.json.gz"
-    packed.write_bytes(gzip.compress(msgspec.json.encode(document), 6))
-    return packed.name
+    return path.name
 
 
 if __name__ == "__main__":
