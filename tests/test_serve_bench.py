@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from workbench import engine_bench, serve_bench
+from workbench import engine_bench
 from workbench.budgets import Configuration
 from workbench.cli import app
 from workbench.engine_bench import PULL_REQUEST, RESULT_FILE, EngineBench, Setting, explain, run_bench
@@ -72,8 +72,7 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]
     (tmp_path / "ports").mkdir()
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.setenv("STAND_IN_HOME", str(tmp_path / "ports"))
-    for module in (engine_bench, serve_bench):
-        monkeypatch.setattr(module, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(engine_bench, "_POLL_SECONDS", 0.02)
     return (sys.executable, str(tmp_path / "stand_in.py"))
 
 

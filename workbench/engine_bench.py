@@ -416,24 +416,36 @@ class ArmProcess:
 
     def run(self, command: list[str], environment: dict[str, str], on_stage: Callable[[str], None]) -> None:
         """Run vLLM with these arguments to its end or the arm's time limit, following its log."""
-        began = time.perf_counter() - self.seconds
-        with self.log.open("wb") as output, self.log.open("rb") as log:
+        with self.log.open("wb") as output:
             process = start([*self.launcher, *command], environment, output)
-            text = ""
             try:
-                while True:
-                    self.seconds = time.perf_counter() - began
-                    ended = process.poll()
-                    text = self.advance(text[-200:] + log.read().decode(errors="replace"), on_stage)
-                    if ended is not None or self.seconds > self.setting.arm_seconds:
-                        break
-                    time.sleep(_POLL_SECONDS)
+                ended = self.watch(process, self.log, on_stage)
             finally:
                 end(process)
         if ended is None:
             self.error = f"ended after {self.setting.arm_seconds:.0f} s, {self.where()}; its log is {self.log.name}"
         elif ended != 0 or not self.result.is_file():
             self.error = f"vLLM ended with {ended}, {self.where()}; its log is {self.log.name}"
+
+    def watch(
+        self, process: "subprocess.Popen[bytes]", log: Path, on_stage: Callable[[str], None], until: str = ""
+    ) -> int | None:
+        """Follow a process's log until it ends, stage `until` has ended, or the arm's time is over.
+
+        Time goes on from `seconds`, which an earlier process of this arm may have left.
+
+        Returns:
+            the exit code; None while the process still runs.
+        """
+        began, text = time.perf_counter() - self.seconds, ""
+        with log.open("rb") as lines:
+            while True:
+                self.seconds = time.perf_counter() - began
+                ended = process.poll()
+                text = self.advance(text[-200:] + lines.read().decode(errors="replace"), on_stage)
+                if ended is not None or until in self.stages or self.seconds > self.setting.arm_seconds:
+                    return ended
+                time.sleep(_POLL_SECONDS)
 
     def ingested(self) -> External:
         """Read vLLM's result.

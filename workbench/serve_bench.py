@@ -13,7 +13,7 @@ they differ where encoding one request holds up the tokens of others.
 """
 
 import socket
-import time
+import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean
@@ -47,7 +47,6 @@ MEASURES = {
     "e2el": "end to end",
 }
 _HOST = "127.0.0.1"
-_POLL_SECONDS = 0.25
 
 
 class ServedArm(ArmProcess):
@@ -77,23 +76,14 @@ class ServedArm(ArmProcess):
             finally:
                 end(server)
 
-    def _await(self, server: Any, log: Path, on_stage: Callable[[str], None]) -> bool:
+    def _await(self, server: "subprocess.Popen[bytes]", log: Path, on_stage: Callable[[str], None]) -> bool:
         """Wait until the server takes requests; else say why not."""
-        began = time.perf_counter()
-        with log.open("rb") as lines:
-            text = ""
-            while "server" not in self.stages:
-                self.seconds = time.perf_counter() - began
-                ended = server.poll()
-                text = self.advance(text[-200:] + lines.read().decode(errors="replace"), on_stage)
-                if ended is not None:
-                    self.error = f"the server ended with {ended}, {self.where()}; its log is {log.name}"
-                    return False
-                if self.seconds > self.setting.arm_seconds:
-                    self.error = f"ended after {self.seconds:.0f} s, {self.where()}; the server's log is {log.name}"
-                    return False
-                time.sleep(_POLL_SECONDS)
-        return True
+        ended = self.watch(server, log, on_stage, until="server")
+        if ended is not None:
+            self.error = f"the server ended with {ended}, {self.where()}; its log is {log.name}"
+        elif self.seconds > self.setting.arm_seconds:
+            self.error = f"ended after {self.seconds:.0f} s, {self.where()}; the server's log is {log.name}"
+        return not self.error
 
     def _client(self, folder: str, named: tuple[str, str], port: int) -> list[str]:
         """Return vLLM's arguments for the client."""
