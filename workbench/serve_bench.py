@@ -173,9 +173,16 @@ def explain_served(bench: EngineBench) -> list[str]:
 def _mean(runs: Iterable[ArmRun], name: str, percentile: str | None = None) -> float | None:
     """A measure's mean, or percentile, averaged over runs; None where one lacks it."""
     found = [measured(run, name) for run in runs]
-    values = [None if one is None else one.percentiles.get(percentile) if percentile else one.mean for one in found]
-    known = [value for value in values if value is not None]
-    return fmean(known) if known and len(known) == len(values) else None
+    return _average(
+        None if one is None else one.percentiles.get(percentile) if percentile else one.mean for one in found
+    )
+
+
+def _average(values: Iterable[float | None]) -> float | None:
+    """The mean; None where a value is missing, or all."""
+    every = list(values)
+    known = [value for value in every if value is not None]
+    return fmean(known) if known and len(known) == len(every) else None
 
 
 def _about(runs: list[ArmRun], prompts: int) -> list[str]:
@@ -210,9 +217,8 @@ def _against(eager: list[ArmRun], runs: list[ArmRun]) -> list[str]:
                 said.append(
                     f"{name.upper()} {statistic} {before / 1e3:.2f} to {after / 1e3:.2f} ms ({before / after:.2f})"
                 )
-    spent = [fmean(run.host_us for run in arm if run.host_us is not None) for arm in (eager, runs)
-             if all(run.host_us is not None for run in arm)]  # fmt: skip
+    without, spent = (_average(run.host_us for run in arm) for arm in (eager, runs))
     text = f"{runs[0].arm} against eager, off over on in brackets: {', '.join(said)}."
-    if len(spent) == 2 and all(spent):
-        text += f" The encoder: {spent[0] / 1e3:.2f} to {spent[1] / 1e3:.2f} ms ({spent[0] / spent[1]:.2f})."
+    if without and spent:
+        text += f" The encoder: {without / 1e3:.2f} to {spent / 1e3:.2f} ms ({without / spent:.2f})."
     return [text] if said else []
