@@ -131,7 +131,8 @@ def test_ranks_of_shared_weights_hold_the_same_answer(weights_run: ParallelRun) 
 @pytest.mark.parametrize("wrong", [0.5, None])
 def test_values_beyond_rounding_do_not_agree(weights_run: ParallelRun, wrong: float | None) -> None:
     rank = weights_run.ranks[1]
-    broken = msgspec.structs.replace(rank.calls[0], relative_rms=wrong)
+    broken = msgspec.structs.replace(rank.calls[0], relative_rms=wrong, max_abs=wrong)
+    assert msgspec.json.decode(msgspec.json.encode(broken), type=RankCall) == broken
     ranks = [weights_run.ranks[0], msgspec.structs.replace(rank, calls=[broken, *rank.calls[1:]])]
     assert not agrees(msgspec.structs.replace(weights_run, ranks=ranks))
 

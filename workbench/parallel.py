@@ -47,7 +47,7 @@ class RankCall(Record, frozen=True):
         gathered_rows: output rows that every rank sends; `tokens` of them are real. 0 where ranks share weights.
         batches: its replays.
         equal: the outputs have the bits of this rank's own manager that runs the whole call alone.
-        max_abs: largest difference of the two.
+        max_abs: largest difference of the two; None: not finite.
         relative_rms: RMS of that difference over the RMS of the outputs; None: not finite.
         eager_rms: the same between the eager arms, which no graph can have changed.
         wall_us: samples per arm, a barrier before each.
@@ -60,7 +60,7 @@ class RankCall(Record, frozen=True):
     gathered_rows: int
     batches: list[Batch]
     equal: bool
-    max_abs: float
+    max_abs: float | None
     relative_rms: float | None
     eager_rms: float | None
     wall_us: dict[ParallelArm, list[float]]

@@ -17,7 +17,6 @@ Written: `parallel.json` and per rank a folder with `rank.json` and a Kineto tra
 """
 
 import contextlib
-import math
 import os
 import signal
 import subprocess
@@ -366,6 +365,8 @@ def _measure(session: "EncoderSession", alone: Any, inputs: "EncoderInputs", rep
     """Run one call in all arms: once for what it gives, then for its times."""
     import torch
 
+    from workbench.encoder.parity.metrics import compare
+
     arms: dict[ParallelArm, Callable[[], Any]] = {
         "graph_ranks": lambda: session.graph(inputs),
         "graph_one": lambda: alone.execute(inputs.mm_kwargs),
@@ -375,8 +376,8 @@ def _measure(session: "EncoderSession", alone: Any, inputs: "EncoderInputs", rep
     shard: dict[str, Any] = {"items": list(range(len(inputs.grids))), "rows": 0}
     with torch.inference_mode():
         with _noting(session, shard), session.watch() as batches:
-            together = arms["graph_ranks"]()
-        single = arms["graph_one"]()
+            together = torch.cat(arms["graph_ranks"]())
+        graphs = compare(together, torch.cat(list(arms["graph_one"]())))
         eager = [torch.cat(list(arms[arm]())) for arm in ("eager_ranks", "eager_one")]
     gathers: list[float] = []
     wall: dict[ParallelArm, list[float]] = {arm: [] for arm in ARMS}
@@ -395,20 +396,13 @@ def _measure(session: "EncoderSession", alone: Any, inputs: "EncoderInputs", rep
         tokens=sum(inputs.tokens[item] for item in shard["items"]),
         gathered_rows=shard["rows"],
         batches=list(batches),
-        equal=all(torch.equal(a, b) for a, b in zip(together, single, strict=True)),
-        max_abs=max(float((a.float() - b.float()).abs().max()) for a, b in zip(together, single, strict=True)),
-        relative_rms=_relative_rms(torch.cat(together), torch.cat(list(single))),
-        eager_rms=_relative_rms(*eager),
+        equal=graphs.bit_equal,
+        max_abs=graphs.max_abs,
+        relative_rms=graphs.relative_rms,
+        eager_rms=compare(*eager).relative_rms,
         wall_us=wall,
         gather_us=gathers,
     )
-
-
-def _relative_rms(found: Any, reference: Any) -> float | None:
-    """RMS of the difference over the RMS of the reference, both (tokens, width); None where one is not finite."""
-    reference = reference.double()
-    value = float((found.double() - reference).square().mean().sqrt() / reference.square().mean().sqrt())
-    return value if math.isfinite(value) else None
 
 
 def _eager_one(session: "EncoderSession", inputs: "EncoderInputs") -> Any:
