@@ -281,9 +281,11 @@ def collect(
 def _job(options: "SessionOptions", configuration: "Configuration", grids: Sequence["Grid"]) -> dict[str, Any]:
     import dataclasses
 
-    fields = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-    fields["checkpoint"] = None if options.checkpoint is None else str(options.checkpoint.absolute())
-    return {"options": fields, "configuration": dataclasses.asdict(configuration), "grids": [list(g) for g in grids]}
+    return {
+        "options": options.plain(),
+        "configuration": dataclasses.asdict(configuration),
+        "grids": [list(grid) for grid in grids],
+    }
 
 
 def _profile(job: Mapping[str, Any], report: Path, seconds: float) -> None:
@@ -359,13 +361,11 @@ def profile_main(job_file: str) -> None:
     from workbench.encoder.session import SessionOptions, open_session
 
     job = json.loads(Path(job_file).read_text())
-    given = job["options"]
-    given["checkpoint"] = None if given["checkpoint"] is None else Path(given["checkpoint"])
     asked = job["configuration"]
     configuration = Configuration(tuple(asked["budgets"]), asked["max_items"], asked["max_frames"])
 
     def encode() -> None:
-        with open_session(SessionOptions(**given), configuration) as session:
+        with open_session(SessionOptions.from_plain(job["options"]), configuration) as session:
             inputs = session.inputs([tuple(grid) for grid in job["grids"]])
             session.capture()
             for _ in range(2):  # lazily loaded kernels, and cuBLAS's choices

@@ -199,17 +199,13 @@ def _job(
     tp_mode: "TpMode",
     custom_all_reduce: bool,
 ) -> Job:
-    import dataclasses
     import socket
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    plain = {field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.name != "place"}
-    if options.checkpoint is not None:
-        plain["checkpoint"] = str(options.checkpoint.absolute())
     return Job(
-        options=plain,
+        options=options.plain(),
         budgets=list(configuration.budgets),
         max_items=configuration.max_items,
         max_frames=configuration.max_frames,
@@ -305,15 +301,9 @@ def rank_main(job_file: Path, rank: int, folder: Path) -> None:
 
     job = read_json(job_file, Job)
     engine.require_vllm()
-    given = dict(job.options)
-    if given["checkpoint"] is not None:
-        given["checkpoint"] = Path(given["checkpoint"])
-    if given["device"] is None:
-        given["device"] = engine.choose_device(None).type
-    if given["device"] == "cuda":
-        given["device"] = f"cuda:{rank}"
+    device = job.options["device"] or engine.choose_device(None).type
     place = engine.Place(rank, job.size, job.address, job.tp_mode, job.custom_all_reduce)
-    options = SessionOptions(**given, place=place)
+    options = SessionOptions.from_plain(job.options | {"device": f"cuda:{rank}" if device == "cuda" else device}, place)
     configuration = Configuration(tuple(job.budgets), job.max_items, job.max_frames)
     with open_session(options, configuration) as session:
         _agree(session, job)

@@ -80,6 +80,17 @@ class SessionOptions:
     attention_backend: str | None = None
     place: engine.Place | None = None
 
+    def plain(self) -> dict[str, Any]:
+        """Return the fields as JSON holds them, for another process; `place` is that one's own, so it is left out."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "place"}
+        return fields | {"checkpoint": None if self.checkpoint is None else str(self.checkpoint.absolute())}
+
+    @classmethod
+    def from_plain(cls, fields: dict[str, Any], place: engine.Place | None = None) -> "SessionOptions":
+        """Return the options whose `plain` is `fields`, at `place`."""
+        checkpoint = None if fields["checkpoint"] is None else Path(fields["checkpoint"])
+        return cls(**fields | {"checkpoint": checkpoint}, place=place)
+
 
 @dataclass(frozen=True)
 class EncoderInputs:

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +28,12 @@ TIME_LIMIT_S = 300
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What the child is to run. `options` and `configuration` are the fields of the two classes."""
+    """What the child is to run. `options` are those of the session, see `SessionOptions.plain`."""
 
     scenario: str
     variants: tuple[str, ...]
     options: dict[str, Any]
-    configuration: dict[str, Any]
+    configuration: Configuration
     noise: Noise
     seed: int
 
@@ -62,9 +61,8 @@ def run(lab: "Lab", scenario: str) -> Part:
 def _started(lab: "Lab", scenario: str, made: Path) -> tuple[int | None, str]:
     """Run a new interpreter; return its exit code, None after the time limit, and what it wrote to stderr."""
     assert lab.noise is not None
-    options = asdict(lab.session.options)
-    options["checkpoint"] = str(options["checkpoint"]) if options["checkpoint"] else None
-    task = Task(scenario, lab.variants, options, asdict(lab.session.configuration), lab.noise, lab.seed)
+    session = lab.session
+    task = Task(scenario, lab.variants, session.options.plain(), session.configuration, lab.noise, lab.seed)
     given = made.with_name("task.json")
     given.write_bytes(msgspec.json.encode(task))
     command = [sys.executable, "-m", __spec__.name, str(given), str(made)]
@@ -139,10 +137,8 @@ def main(given: Path, made: Path) -> None:
     from workbench.encoder.parity.lab import Lab, open_with_variants
 
     task = msgspec.json.decode(given.read_bytes(), type=Task)
-    checkpoint = task.options["checkpoint"]
-    options = SessionOptions(**task.options | {"checkpoint": Path(checkpoint) if checkpoint else None})
-    configuration = Configuration(**task.configuration | {"budgets": tuple(task.configuration["budgets"])})
-    with open_with_variants(options, configuration, task.variants) as (session, _):
+    options = SessionOptions.from_plain(task.options)
+    with open_with_variants(options, task.configuration, task.variants) as (session, _):
         lab = Lab(session, task.seed, task.variants)
         lab.noise = task.noise
         lab.capture()
