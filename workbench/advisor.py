@@ -39,6 +39,7 @@ from workbench.workload import RequestPerCall, Workload, group
 
 T = TypeVar("T")
 
+AUTO = "vLLM auto"  # the name of what vLLM infers by itself, in advice, comparisons and figures
 FRAMES_TRIED = 64  # shares of an item, from the smallest that holds every batch
 MAX_GRAPHS = 8  # as many as vLLM infers from 64 to 8192
 MAX_MODEL_LEN = 16_384
@@ -450,7 +451,7 @@ class Study(Setting):
         powers = generate_budgets(tables.low, top)[:-1]
         frames = PULL_REQUEST_FRAMES if self.workload.is_video.any() else None
         named = {
-            "vLLM auto": Configuration(),
+            AUTO: Configuration(),
             "pull request": Configuration(PULL_REQUEST_BUDGETS, PULL_REQUEST_ITEMS, frames),
             "powers of two": Configuration((*powers, top)),
             "equal steps": Configuration(linear),

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 import pandas as pd
 
 from workbench import ladder, outcomes
-from workbench.advisor import Advice
+from workbench.advisor import AUTO, Advice
 from workbench.capturable import ALL, Ladder
 from workbench.outcomes import Measured
 from workbench.parity import Cell, Parity
 from workbench.run import Environment
-
-AUTO = "vLLM auto"  # the baseline's name in advice and comparisons
 
 
 def machine(environment: Environment) -> str:

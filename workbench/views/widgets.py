@@ -18,7 +18,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench import outcomes
-from workbench.advisor import Constraints, Study, advise, open_study
+from workbench.advisor import AUTO, Constraints, Study, advise, open_study
 from workbench.budgets import Configuration, generate_budgets, parse_budgets
 from workbench.costs import CostModel, choose_profile
 from workbench.errors import WorkbenchError
@@ -28,7 +28,6 @@ from workbench.sources import load_workload
 from workbench.views import theme
 from workbench.workload import ItemsPerCall, RequestPerCall, Workload, group
 
-AUTO = "vLLM auto"
 _SPACINGS = {"doubling": "doubling", "equal steps": "equal", "vLLM's own": "auto"}
 
 
