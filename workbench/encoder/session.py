@@ -172,16 +172,19 @@ class EncoderSession:
         self.configuration = configuration
 
     @contextlib.contextmanager
-    def alongside(self, configuration: Configuration) -> Iterator[Any]:
+    def alongside(self, configuration: Configuration, *, alone: bool = False) -> Iterator[Any]:
         """Yield one more manager over the same weights, nothing captured; use it with `using`.
 
         Several configurations can so be captured at once and compared in alternation. Its graphs are released when
         the block ends.
 
+        Args:
+            alone: over all weights, for whole calls on this rank alone.
+
         Raises:
             WorkbenchError: vLLM refuses the configuration.
         """
-        manager = self._new_manager(configuration)
+        manager = self._new_manager(configuration, alone=alone)
         try:
             yield manager
         finally:
@@ -226,16 +229,10 @@ class EncoderSession:
     @contextlib.contextmanager
     def alone(self, configuration: Configuration) -> Iterator[Any]:
         """Yield one more captured manager over the same weights that runs whole calls on this rank alone."""
-        manager = self._new_manager(configuration, alone=True)
-        try:
+        with self.alongside(configuration, alone=True) as manager:
             with torch.inference_mode():
                 manager.capture(torch.cuda.graph_pool_handle() if self.device.type == "cuda" else object())
             yield manager
-        finally:
-            self.synchronize()
-            manager.clear()
-            del manager
-            engine.release_memory(self.device)
 
     def _new_manager(self, configuration: Configuration, *, alone: bool = False) -> Any:
         from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
