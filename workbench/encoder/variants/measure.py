@@ -30,6 +30,7 @@ from workbench.capturable import ALL, FALLBACK, GRAPH, SCHEMA_VERSION, SERVED, C
 from workbench.encoder import registry
 from workbench.encoder.boundary import probe
 from workbench.encoder.module_map import ernie_work, map_graph
+from workbench.encoder.parity.lab import ENCODER_ERRORS
 from workbench.encoder.parity.metrics import compare
 from workbench.encoder.session import EncoderInputs, EncoderSession, Grid, SessionOptions, open_session
 from workbench.encoder.variants import chosen, names_for
@@ -59,7 +60,7 @@ _SMALL_VIDEOS: Calls = {"small video": [(4, 4, 4)]}
 # From vLLM's graph to all variants, one idea after the other.
 STEPS = (["resampler", "metadata_cache"], ["resampler", "metadata_cache", "one_pass"])
 # What vLLM, Triton and CUDA raise on what they cannot run.
-_NOT_RUN = (WorkbenchError, RuntimeError, AssertionError, ValueError, IndexError, KeyError, TypeError, AttributeError)
+_NOT_RUN = (WorkbenchError, *ENCODER_ERRORS)
 
 
 def cases_for(largest: int) -> tuple[Calls, Calls]:
