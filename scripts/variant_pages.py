@@ -15,6 +15,7 @@ from pathlib import Path
 
 from workbench.capturable import ALL, FALLBACK, GRAPH, SERVED, Case, Column, Ladder, read_ladder
 from workbench.errors import WorkbenchError
+from workbench.ladder import in_order
 from workbench.stats import summary
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +40,7 @@ def figures(ladder: Ladder, variant: str) -> str:
     """
     about = _about(ladder)
     baseline = FALLBACK if variant == FALLBACK_VARIANT else GRAPH
-    rows = [row for case in _in_order(ladder) if (row := _row(case, baseline, variant))]
+    rows = [row for case in in_order(ladder) if (row := _row(case, baseline, variant))]
     if not rows:
         return _wrapped(
             f"{about}: no call of this session has times of this variant beside {baseline}.\n{_whole(ladder)}"
@@ -54,11 +55,6 @@ def figures(ladder: Ladder, variant: str) -> str:
     )
 
 
-def _in_order(ladder: Ladder) -> list[Case]:
-    """Return images before videos, each from few tokens to many."""
-    return sorted(ladder.cases, key=lambda case: (case.modality, sum(case.tokens)))
-
-
 def overview(ladder: Ladder) -> str:
     """Return one row per case: eager as served, vLLM's graph and all variants together.
 
@@ -66,7 +62,7 @@ def overview(ladder: Ladder) -> str:
         WorkbenchError: the ladder was made on a CPU.
     """
     about, rows = _about(ladder), []
-    for case in _in_order(ladder):
+    for case in in_order(ladder):
         columns = {column.name: column for column in case.columns}
         served, graph, whole = (columns.get(name) for name in (SERVED, GRAPH, ALL))
         timed = [_times(column) for column in (served, graph, whole)]

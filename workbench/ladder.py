@@ -238,10 +238,14 @@ def one_image(ladder: Ladder) -> Case | None:
     return next((case for case in ladder.cases if case.modality == "image" and len(case.grids) == 1), None)
 
 
+def in_order(ladder: Ladder) -> list[Case]:
+    """Return the cases, images before videos, each from few tokens to many."""
+    return sorted(ladder.cases, key=lambda case: (case.modality, sum(case.tokens)))
+
+
 def all_steps(ladder: Ladder) -> pd.DataFrame:
-    """Return `steps` of every case, images before videos, each from few tokens to many."""
-    cases = sorted(ladder.cases, key=lambda case: (case.modality, sum(case.tokens)))
-    return pd.concat([steps(case) for case in cases], ignore_index=True)
+    """Return `steps` of every case, `in_order`."""
+    return pd.concat([steps(case) for case in in_order(ladder)], ignore_index=True)
 
 
 # Hardware counters ---------------------------------------------------------------------------------------------------
