@@ -263,6 +263,12 @@ class EncoderSession:
         )
 
     @property
+    def float32_options(self) -> SessionOptions:
+        """Options of the same encoder in float32, the reference of outputs; on CUDA with an attention that takes it."""
+        backend = "TORCH_SDPA" if self.device.type == "cuda" else self.options.attention_backend
+        return dataclasses.replace(self.options, dtype="float32", attention_backend=backend)
+
+    @property
     def findings(self) -> list["Finding"]:
         """What static replays saw to be wrong in vLLM's buffers; always empty on CUDA, which cannot look inside."""
         return list(getattr(self.manager, "findings", []))

@@ -512,10 +512,7 @@ def open_lab(
         if plain is not None:
             plain.capture()
         calls = [lab.inputs(grids) for grids in noise_grids(lab.budgets, session.facts.merge)]
-        exact = dataclasses.replace(
-            options, dtype="float32", attention_backend="TORCH_SDPA" if lab.cuda else options.attention_backend
-        )
-        with open_session(exact, configuration) as reference:
+        with open_session(session.float32_options, configuration) as reference:
             lab.measure_noise(reference, calls)
         lab.restart_inputs()
         yield lab

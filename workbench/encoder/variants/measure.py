@@ -245,12 +245,7 @@ def _inputs(session: EncoderSession, ways: Sequence[_Way], grids: list[Grid], mo
 
 def _float32(session: EncoderSession, images: Calls, videos: Calls, effort: Effort) -> dict[str, list[torch.Tensor]]:
     """Return what the same encoder in float32 makes of each call, on the CPU."""
-    options = dataclasses.replace(
-        session.options,
-        dtype="float32",
-        video_limit=1,
-        attention_backend="TORCH_SDPA" if session.device.type == "cuda" else session.options.attention_backend,
-    )
+    options = dataclasses.replace(session.float32_options, video_limit=1)
     outputs = {}
     with open_session(options, session.configuration) as reference, reference.with_variants(["resampler"]) as maker:
         modalities: tuple[tuple[Modality, Calls], ...] = (("image", images), ("video", videos))
