@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -96,6 +96,7 @@ def test_a_profile_that_gets_cheaper_by_a_larger_budget_is_used() -> None:
 
 
 @settings(max_examples=12, deadline=None)
+@example([[64], [64], [64, 150, 150, 230], [100], [150]])  # both budgets must move at once
 @given(st.lists(st.lists(st.sampled_from([64, 100, 150, 230]), min_size=1, max_size=4), min_size=1, max_size=5))
 def test_small_problems_are_solved_as_well_as_by_trying_everything(calls: list[list[int]]) -> None:
     given_calls = workload(calls)

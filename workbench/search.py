@@ -5,6 +5,8 @@ keeps vLLM's captured buffers exactly as large as the budget (defect D3 otherwis
 the cost profile measured.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -25,6 +27,7 @@ CANDIDATES = 384  # budgets that programming chooses from, when calls hold sever
 STARTS = 8  # configurations that local search starts from
 SHAKES = 40  # times that the best one is changed at random and improved again
 FINALISTS = 8  # configurations of the local search that are priced on all calls
+FEW = 1_000  # configurations of one max items that are all priced
 REPACKED = 3  # times that programming follows the packing its own budgets change
 
 Ints = npt.NDArray[np.int64]
@@ -206,6 +209,7 @@ class _Walk:
         for done, max_items in enumerate(self.items):
             self.progress(f"choosing budgets for {max_items} items", 0.4 * done / len(self.items))
             pool.update(self.fitted(max_items))
+            pool.update(self._every(max_items))
         allowed = sorted(filter(self.space.allowed, pool), key=self.score)
         if not allowed:
             raise WorkbenchError(
@@ -254,6 +258,14 @@ class _Walk:
                         break
                     point = (again[-1], max_items)
                     yield point
+
+    def _every(self, max_items: int) -> Iterator[Point]:
+        """All configurations whose budgets are runs of items, where they are few: a walk may not reach the best."""
+        runs = self._rounded(self._runs(max_items), max_items)
+        counts = range(1, self.space.max_graphs + 1)
+        if sum(math.comb(len(runs), count) for count in counts) <= FEW:
+            for count in counts:
+                yield from ((chosen, max_items) for chosen in itertools.combinations(runs, count))
 
     def _largest_budgets(self, max_items: int) -> list[int]:
         """Where the budgets may end: the largest item, the largest run of items, and one between."""
