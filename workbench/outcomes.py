@@ -407,7 +407,7 @@ def reasons(advice: Advice) -> pd.DataFrame:
                 "items": reason.items,
                 "fill": reason.fill,
                 "tokens": f"{reason.smallest:,} to {reason.largest:,}",
-                "commonest batch": " + ".join(map(str, reason.common[:8]))
+                "usual batch": " + ".join(map(str, reason.common[:8]))
                 + (" + ..." if len(reason.common) > 8 else ""),
                 "its share": reason.common_share,
                 "slower without, %": None if reason.without is None else 100 * reason.without,

@@ -159,7 +159,7 @@ def _show_reasons(console: "Console", advice: "Advice") -> None:
     from rich.table import Table
 
     table = Table(title="why each budget", title_justify="left")
-    for column in ("budget", "calls", "replays", "items", "fill", "tokens", "commonest batch", "without it"):
+    for column in ("budget", "calls", "replays", "items", "fill", "tokens", "usual batch", "without it"):
         table.add_column(column, justify="right")
     for reason in advice.reasons:
         common = "+".join(map(str, reason.common[:6])) + ("+..." if len(reason.common) > 6 else "")
