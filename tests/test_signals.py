@@ -1,5 +1,6 @@
-"""A command that is ended by a signal leaves nothing half made."""
+"""A command that is ended by a signal leaves nothing half made; one whose reader leaves ends quietly."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -47,3 +48,39 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "True"
+
+
+ROOT = Path(__file__).resolve().parents[1]
+PRINTING = {
+    "typer's help": ["--help"],
+    "rich's table": ["env"],
+    "one line": ["env", "--json"],
+}
+
+
+@pytest.mark.parametrize("arguments", PRINTING.values(), ids=PRINTING)
+def test_a_reader_that_leaves_ends_a_command_quietly(arguments: list[str]) -> None:
+    """As `workbench ... | head -1`: 128 + SIGPIPE, and not 1, which says that something was found."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "workbench", *arguments],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_output_onto_a_full_disk_is_one_sentence() -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "workbench", "--help"], stdout=full, stderr=subprocess.PIPE, cwd=ROOT, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"workbench: cannot write: No space left on device")
+    assert done.stderr.count(b"\n") == 1

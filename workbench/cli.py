@@ -1,10 +1,13 @@
 """The `workbench` command. Exit codes: 0 done, 1 found something, 2 bad input."""
 
 import errno
+import io
+import os
 import signal
 import sys
 from importlib import import_module
 from types import FrameType
+from typing import Any, TextIO
 
 import typer
 
@@ -55,12 +58,50 @@ def _end(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
+class _Output(io.FileIO):
+    """Standard output; when its reader leaves, as `head` does, the command ends quietly with 141, as Unix tools do.
+
+    Here and not around the command, because rich and typer make it exit code 1, which says "found something". The
+    signal itself stays ignored: a child process or a Ray cluster that goes away would end the command too.
+    """
+
+    def write(self, data: Any, /) -> int:
+        """Write `data`, or end the command."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # Python writes what is still buffered at its end
+            if error.errno == errno.EPIPE:
+                raise SystemExit(128 + signal.SIGPIPE) from None
+            raise
+
+
+def _ending_with_reader(stream: TextIO) -> TextIO:
+    """Return `stream` with `_Output` below it; one that is no open file (tests, notebooks) as it is."""
+    try:
+        raw = _Output(stream.fileno(), "wb", closefd=False)
+    except (AttributeError, OSError, ValueError):
+        return stream
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=raw.isatty()
+    )
+
+
+def _run() -> None:
+    sys.stdout = _ending_with_reader(sys.stdout)
+    try:
+        app()
+    finally:
+        if sys.stdout is not None:
+            sys.stdout.flush()  # else a reader that has left, or a full disk, shows only when Python ends
+
+
 def main() -> None:
     """Run the command line; a `WorkbenchError` is one sentence on stderr and exit code 2, SIGTERM is 143."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # not where whoever started this ignores it
         signal.signal(signal.SIGTERM, _end)
     try:
-        app()
+        _run()
     except WorkbenchError as error:
         print(f"workbench: {error}", file=sys.stderr)
         sys.exit(2)
