@@ -35,6 +35,7 @@ import workbench
 from workbench.errors import WorkbenchError
 from workbench.files import read_versioned, refuse_occupied, replacing_folder, write_json
 from workbench.kernels import FAMILIES, Family, family, short_name
+from workbench.roofline import device
 from workbench.run import RECORDINGS, Arm, Environment, Record
 
 if TYPE_CHECKING:
@@ -46,8 +47,6 @@ RESULT_FILE = "counters.json"
 DURATION, DRAM = "gpu__time_duration.sum", "dram__bytes.sum"
 TENSOR, ACTIVE, ELAPSED = "sm__pipe_tensor_cycles_active.sum", "sm__cycles_active.sum", "sm__cycles_elapsed.sum"
 METRICS = (DURATION, DRAM, TENSOR, ACTIVE, ELAPSED)
-# Peak bandwidth in bytes per second, from NVIDIA's data sheets.
-PEAK_BYTES = {"H200": 4.8e12, "H100 80GB HBM3": 3.35e12, "A100-SXM4-80GB": 2.039e12}
 _SCALES = {
     "": 1.0, "ns": 1.0, "nsecond": 1.0, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6, "s": 1e9, "second": 1e9,
     "byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "cycle": 1.0,
@@ -74,7 +73,8 @@ class FamilyCounters(Record, frozen=True):
     Attributes:
         tensor, active: share of the multiprocessors' cycles in which tensor cores, or anything, worked.
         bandwidth: bytes per second.
-        roofline: the larger of `tensor` and bandwidth over the GPU's peak; None for a GPU whose peak is not known.
+        roofline: the larger of `tensor` and bandwidth over the GPU's (`workbench.roofline`, which a kernel that only
+            reads may pass by a few percent); None for a GPU that is not known.
     """
 
     family: Family
@@ -185,12 +185,13 @@ def by_family(kernels: Iterable[KernelCounters], gpu: str = "") -> list[FamilyCo
     """Add up the kernels of each family, longest first.
 
     Args:
-        gpu: name of the GPU, for its peak bandwidth.
+        gpu: name of the GPU, for what bounds it.
     """
     groups: dict[Family, list[KernelCounters]] = {name: [] for name in FAMILIES}
     for kernel in kernels:
         groups[family(kernel.name)].append(kernel)
-    peak = next((value for name, value in PEAK_BYTES.items() if name in gpu), None)
+    bound = device(gpu)
+    peak = None if bound is None else bound.bytes_per_second
     made = [_family(name, group, peak) for name, group in groups.items() if group]
     return sorted(made, key=lambda row: -row.duration_us)
 

@@ -24,6 +24,7 @@ from workbench.encoder.instruments import captured_nodes
 from workbench.errors import WorkbenchError
 from workbench.kernels import family
 from workbench.models import ModelFacts
+from workbench.roofline import H200, Device
 from workbench.trace import Trace, read_trace
 
 Op = tuple[str, float]
@@ -36,19 +37,6 @@ class NodeSpan:
     module: str
     first: int
     last: int
-
-
-@dataclass(frozen=True)
-class Device:
-    """What bounds a device: bytes and bfloat16 operations per second."""
-
-    name: str
-    bytes_per_second: float
-    flops: float
-
-
-# Seen on this device, not its data sheet: a device-to-device copy, and a matrix product of 8192³ (design notes, 3).
-H200 = Device("NVIDIA H200", 4.3e12, 790e12)
 
 
 @dataclass(frozen=True)
