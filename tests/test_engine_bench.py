@@ -28,7 +28,7 @@ from workbench.engine_bench import (
     run_bench,
 )
 from workbench.errors import WorkbenchError
-from workbench.files import read_json
+from workbench.files import read_json, write_json
 from workbench.ledger import CallLine, Group, Ledger, read_ledger
 from workbench.run import RECORDINGS
 
@@ -154,6 +154,33 @@ def test_recorded_arms_become_one_row_each() -> None:
         # vLLM's mean per request is the sum over the calls, divided by the requests.
         assert row["mean ms"] == pytest.approx(1e3 * row["encoder s"] / 400, rel=0.03)
     assert engine_bench.recorded("no such model") == []
+
+
+@pytest.mark.parametrize("workload", ["pull-request", "mixed", "small-many"])
+def test_a_folder_reads_back_as_its_explanation(workload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`docs/recordings.md` says how the file is made again."""
+    monkeypatch.setenv("COLUMNS", "80")
+    folder = RECORDINGS / f"served_ernie45_vl-{workload}"
+    done = CliRunner().invoke(
+        app, ["served", str(folder), "--profile", str(SHIPPED["ernie45_vl"])], catch_exceptions=False
+    )
+    assert done.exit_code == 0
+    assert "\N{HORIZONTAL ELLIPSIS}" not in done.stdout
+    assert done.stdout == (folder / "explanation.txt").read_text("utf-8")
+
+
+def test_a_folder_reads_back_as_it_was_measured(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    bench = run(launcher, tmp_path / "out")
+    done = CliRunner().invoke(app, ["served", str(tmp_path / "out"), "--json"], catch_exceptions=False)
+    assert done.exit_code == 0
+    told = json.loads(done.stdout)
+    assert msgspec.json.decode(msgspec.json.encode(told["bench"]), type=EngineBench) == bench
+    assert told["explanation"] == explain(bench)
+    failed = msgspec.structs.replace(bench, runs=[msgspec.structs.replace(bench.runs[0], error="it hung")])
+    write_json(tmp_path / "out" / RESULT_FILE, failed)
+    done = CliRunner().invoke(app, ["served", str(tmp_path / "out")])
+    assert done.exit_code == 1
+    assert "gave nothing: it hung" in done.stdout
 
 
 def test_calls_of_many_large_items_are_priced_right_eagerly_and_by_graphs() -> None:

@@ -638,9 +638,17 @@ def recorded(model: str, profile: CostModel | None = None) -> list[EngineBench]:
     found = []
     for path in sorted(RECORDINGS.glob(f"served_{model}-*/{RESULT_FILE}")):
         bench = read_bench(path.parent)
-        runs = bench.runs if profile is None else [_repriced(run, path.parent, bench, profile) for run in bench.runs]
-        found.append(msgspec.structs.replace(bench, runs=runs))
+        found.append(bench if profile is None else reprice(bench, path.parent, profile))
     return found
+
+
+def reprice(bench: EngineBench, folder: Path, profile: CostModel) -> EngineBench:
+    """Return `bench`, which lies in `folder`, with predictions of `profile` for the calls of its ledgers.
+
+    Raises:
+        WorkbenchError: a ledger is missing or damaged; calls that the profile cannot price, see `price`.
+    """
+    return msgspec.structs.replace(bench, runs=[_repriced(run, folder, bench, profile) for run in bench.runs])
 
 
 def _repriced(run: ArmRun, folder: Path, bench: EngineBench, profile: CostModel) -> ArmRun:

@@ -1,4 +1,4 @@
-"""`workbench engine-bench`: vLLM's own multimodal benchmark in the whole engine, graphs on and off."""
+"""`workbench engine-bench` and `served`: vLLM's own multimodal benchmark in the whole engine, graphs on and off."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,8 +13,9 @@ Option = typer.Option
 
 
 def register(app: typer.Typer) -> None:
-    """Add the verb `engine-bench`."""
+    """Add the verbs `engine-bench` and `served`."""
     app.command("engine-bench")(engine_bench)
+    app.command("served")(served)
 
 
 def engine_bench(
@@ -46,7 +47,7 @@ def engine_bench(
     """
     from workbench.commands.costs import parse_named
     from workbench.costs import CostModel, read_profile
-    from workbench.engine_bench import EAGER, Setting, explain, lint_errors, run_bench
+    from workbench.engine_bench import EAGER, Setting, lint_errors, run_bench
     from workbench.progress import progress_bar
 
     arms: dict[str, Configuration | None] = {} if no_eager else {EAGER: None}
@@ -67,12 +68,38 @@ def engine_bench(
             overwrite=overwrite,
             progress=progress,
         )
+    _tell(bench, as_json)
+
+
+def served(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that `workbench engine-bench` made.")],
+    profile: Annotated[
+        Path | None, Option(help="Predict by this cost profile instead of the one that was given at the measurement.")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what `workbench engine-bench` measured, from its folder.
+
+    Exit code 1: an arm gave no result.
+    """
+    from workbench.costs import CostModel, read_profile
+    from workbench.engine_bench import read_bench, reprice
+
+    bench = read_bench(folder)
+    if profile is not None:
+        bench = reprice(bench, folder, CostModel(read_profile(profile, bench.model)))
+    _tell(bench, as_json)
+
+
+def _tell(bench: "EngineBench", as_json: bool) -> None:
+    from workbench.engine_bench import explain
+
     if as_json:
         import msgspec
 
         print(msgspec.json.encode({"bench": bench, "explanation": explain(bench)}).decode())
     else:
-        (_show_served if serve else _show)(bench)
+        (_show_served if bench.kind == "serve" else _show)(bench)
         print(*explain(bench), sep="\n")
     if any(run.error for run in bench.runs):
         raise typer.Exit(1)
