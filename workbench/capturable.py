@@ -150,6 +150,7 @@ class Column(Record, frozen=True):
         traced_us: wall time of that call.
         budgets: of the replays of one call; None is a fallback.
         parity: per item, against eager as served; against_graph: against vLLM's graph at the same budgets.
+        findings: what static replays saw to be wrong in vLLM's buffers, such as offsets that fall (D6); empty on CUDA.
         error: "Type: message" where it could not run.
     """
 
@@ -166,11 +167,17 @@ class Column(Record, frozen=True):
     budgets: list[int | None] = []
     parity: list[Difference] = []
     against_graph: list[Difference] = []
+    findings: list[str] = []
     error: str | None = None
 
 
 class Case(Record, frozen=True):
-    """One call, run in every column. `noise_*`: eager as served against float32, worst item."""
+    """One call, run in every column.
+
+    Attributes:
+        noise_rms, noise_worst_row: eager as served against float32, worst item.
+        beside_videos: an image of a server that allows videos, whose graphs have sequence slots for frames.
+    """
 
     name: str
     modality: Literal["image", "video"]
@@ -179,6 +186,7 @@ class Case(Record, frozen=True):
     columns: list[Column]
     noise_rms: float | None = None
     noise_worst_row: float | None = None
+    beside_videos: bool = False
 
 
 class Captured(Record, frozen=True):
@@ -192,7 +200,9 @@ class Captured(Record, frozen=True):
 class Ladder(Record, frozen=True):
     """Eager, vLLM's graph and the variants on the same calls in one process.
 
-    `complete` is false in a file that was written while the session still ran.
+    Attributes:
+        max_frames: of a replay, where videos are allowed and attention runs over frames; None is vLLM's own.
+        complete: false in a file that was written while the session still ran.
     """
 
     schema_version: int
@@ -209,6 +219,7 @@ class Ladder(Record, frozen=True):
     cases: list[Case]
     maps: list[ModuleMap] = []
     boundaries: list[Boundary] = []
+    max_frames: int | None = None
     notes: list[str] = []
     complete: bool = False
 

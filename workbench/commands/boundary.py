@@ -1,5 +1,6 @@
 """`workbench boundary` and `workbench ladder`: what a graph can hold, and what each variant saves."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,8 +9,10 @@ import typer
 from workbench.errors import WorkbenchError
 
 if TYPE_CHECKING:
-    from workbench.capturable import Boundary, BoundaryReport, Column, Ladder
-    from workbench.encoder.session import Grid, SessionOptions
+    from rich.console import Console
+
+    from workbench.capturable import Boundary, BoundaryReport, Case, Column, Ladder
+    from workbench.encoder.session import SessionOptions
 
 Option = typer.Option
 
@@ -23,7 +26,10 @@ def register(app: typer.Typer) -> None:
 def _register_boundary(app: typer.Typer) -> None:
     @app.command("boundary")
     def boundary(
-        images: Annotated[str, Option(help="Images of one call, width x height in pixels, with commas.")] = "224x224",
+        call: Annotated[
+            str, Option(help="The call's items in pixels, WIDTHxHEIGHT[xFRAMES][*COUNT], with commas.")
+        ] = "224x224",
+        model: Annotated[str, Option(help="Which encoder.")] = "ernie45_vl",
         variants: Annotated[str, Option(help="Names with commas; empty: all; none: no variant.")] = "",
         depth: Annotated[int | None, Option(help="Blocks; left out: all on CUDA, 2 on the CPU.")] = None,
         width: Annotated[int | None, Option(help="Features; left out: all on CUDA, two heads on the CPU.")] = None,
@@ -32,23 +38,25 @@ def _register_boundary(app: typer.Typer) -> None:
         repeats: Annotated[int, Option(help="Timed runs of each region, on CUDA.")] = 20,
         as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
     ) -> None:
-        """Find out what of ERNIE's encoder a graph can hold, and what stands in the way of the rest."""
+        """Find out what of an encoder a graph can hold, and what stands in the way of the rest."""
         import msgspec
 
         from workbench.budgets import Configuration
+        from workbench.commands.parallel import parse_calls
         from workbench.encoder.engine import require_vllm
 
-        grids = _grids(images)
+        (grids,), modality = parse_calls([call], model)
         if repeats < 1:
             raise WorkbenchError(f"{repeats} repeats time nothing; give at least 1")
         require_vllm()
         from workbench.encoder.boundary import probe
         from workbench.encoder.session import open_session
 
-        options, _ = _options(depth, width, device, attention_backend)
+        options, _ = _options(model, depth, width, device, attention_backend)
+        options = replace(options, video_limit=int(modality == "video"))
         names = {"": None, "none": ()}.get(variants, tuple(variants.split(",")))
         with open_session(options, Configuration()) as session:
-            report = probe(session, grids, names, repeats)
+            report = probe(session, grids, names, repeats, modality)
         if as_json:
             print(msgspec.json.format(msgspec.json.encode(report)).decode())
         else:
@@ -59,6 +67,7 @@ def _register_ladder(app: typer.Typer) -> None:
     @app.command("ladder")
     def ladder(
         out: Annotated[Path, Option(help="Folder for ladder.json, written after every case.")],
+        model: Annotated[str, Option(help="Which encoder.")] = "ernie45_vl",
         budgets: Annotated[str, Option(help="Token budgets; left out: a range for this machine.")] = "",
         depth: Annotated[int | None, Option(help="Blocks; left out: all on CUDA, 2 on the CPU.")] = None,
         width: Annotated[int | None, Option(help="Features; left out: all on CUDA, two heads on the CPU.")] = None,
@@ -74,12 +83,13 @@ def _register_ladder(app: typer.Typer) -> None:
         seed: Annotated[int, Option(help="Of dummy weights and inputs.")] = 0,
         as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
     ) -> None:
-        """Time ERNIE eagerly, by vLLM's graph, with each variant and with all, on the same calls."""
+        """Time an encoder eagerly, by vLLM's graph, with each variant and with all, on the same calls."""
         import msgspec
 
         from workbench.capturable import LADDER_FILE
         from workbench.encoder.engine import require_vllm
         from workbench.files import refuse_occupied, write_json
+        from workbench.models import model_facts
         from workbench.progress import progress_bar
 
         refuse_occupied(out, overwrite=True)
@@ -89,15 +99,13 @@ def _register_ladder(app: typer.Typer) -> None:
 
         Fused.plan_attention = attention_plan
         effort = Effort(repeats, warmup, seconds, seed)
-        options, usual = _options(depth, width, device, attention_backend)
+        options, usual = _options(model, depth, width, device, attention_backend)
         chosen = _budgets(budgets) or usual
-        images, videos = cases_for(max(chosen))
         with progress_bar() as progress:
             found = measure(
                 options,
                 chosen,
-                images,
-                videos,
+                cases_for(model_facts(model), max(chosen)),
                 effort,
                 on_case=lambda so_far: write_json(out / LADDER_FILE, so_far),
                 progress=progress,
@@ -109,15 +117,13 @@ def _register_ladder(app: typer.Typer) -> None:
 
 
 def _options(
-    depth: int | None, width: int | None, device: str | None, attention_backend: str | None
+    model: str, depth: int | None, width: int | None, device: str | None, attention_backend: str | None
 ) -> "tuple[SessionOptions, tuple[int, ...]]":
     """Return the encoder, and the budgets that suit this machine."""
-    import dataclasses
-
     from workbench.encoder.parity.lab import lab_options
 
-    options, budgets = lab_options("ernie45_vl", device)
-    changed = dataclasses.replace(
+    options, budgets = lab_options(model, device)
+    changed = replace(
         options,
         depth=options.depth if depth is None else depth,
         width=options.width if width is None else width,
@@ -133,25 +139,6 @@ def _budgets(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _grids(images: str) -> "list[Grid]":
-    import numpy as np
-
-    from workbench.grids import check_sizes, to_grids
-    from workbench.models import model_facts
-
-    facts = model_facts("ernie45_vl")
-    sizes = []
-    for image in images.split(","):
-        width, _, height = image.strip().partition("x")
-        if not (width.isascii() and width.isdigit() and height.isascii() and height.isdigit()):
-            raise WorkbenchError(f"image {image!r} is not a size; write width x height in pixels, like 224x224")
-        sizes.append((int(width), int(height), 1))
-    made = to_grids(check_sizes(np.array(sizes, np.float64), f"image {{}} of {images}".format), facts)
-    if (made.failed | made.refused).any():
-        raise WorkbenchError(f"{facts.title} does not take a size of {images!r}; choose another")
-    return [(int(t), int(h), int(w)) for t, h, w in made.grids]
-
-
 def show(report: "BoundaryReport") -> None:
     """Print one row per candidate, and every obstacle with its place."""
     from rich.console import Console
@@ -164,7 +151,7 @@ def show(report: "BoundaryReport") -> None:
     for found in report.boundaries:
         times = (found.inside_us, found.eager_us, found.outside_us)
         table.add_row(
-            found.title,
+            found.title.partition(":")[0],
             _verdict(found),
             "-" if found.nodes is None else str(found.nodes),
             *("-" if value is None else f"{value:,.0f}" for value in times),
@@ -190,18 +177,12 @@ def _verdict(found: "Boundary") -> str:
 def show_ladder(ladder: "Ladder") -> None:
     """Print one table per case: milliseconds, GPU time, nodes, and parity beside the noise floor."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(highlight=False)
     if ladder.replay == "static_replay":
         console.print("Static replays on the CPU: outputs are compared, times say nothing about CUDA graphs.")
     for case in ladder.cases:
-        table = Table(title=f"{case.name}, {sum(case.tokens)} tokens", title_justify="left", box=None)
-        for heading in ("", "n", "mean ms", "P99 ms", "GPU busy ms", "idle inside ms", "GPU ops", "nodes", "parity"):
-            table.add_column(heading, justify="right" if heading else "left")
-        for column in case.columns:
-            table.add_row(column.name, *_ladder_cells(column, case.noise_rms))
-        console.print(table)
+        _show_case(console, case)
     for mapped in ladder.maps:
         console.print(f"map of {mapped.name}: {mapped.why_not or f'{mapped.nodes} nodes'}", markup=False)
     for captured in ladder.captured:
@@ -209,6 +190,21 @@ def show_ladder(ladder: "Ladder") -> None:
             console.print(f"{captured.column}: attention is planned {schedule}", markup=False)
     for note in ladder.notes:
         console.print(note, markup=False)
+
+
+def _show_case(console: "Console", case: "Case") -> None:
+    from rich.table import Table
+
+    table = Table(title=f"{case.name}: {sum(case.tokens)} tokens", title_justify="left", box=None)
+    table.add_column("", overflow="fold")
+    for heading in ("n", "mean ms", "P99 ms", "GPU busy ms", "idle inside ms", "GPU ops", "nodes", "parity"):
+        table.add_column(heading, justify="right")
+    for column in case.columns:
+        table.add_row(column.name, *_ladder_cells(column, case.noise_rms))
+    console.print(table)
+    for column in case.columns:
+        for finding in column.findings:
+            console.print(f"{column.name}: {finding}", markup=False)
 
 
 def _ladder_cells(column: "Column", noise: float | None) -> list[str]:

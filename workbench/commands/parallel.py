@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from workbench.collectives import Ranks
+    from workbench.models import Modality
     from workbench.parallel import Grid, ParallelRun
 
 Option = typer.Option
@@ -85,7 +86,7 @@ def parallel(
             out,
             tp_mode=tp_mode.value,
             custom_all_reduce=not disable_custom_all_reduce,
-            modality=modality,  # type: ignore[arg-type]  # one of the two
+            modality=modality,
             repeats=repeats,
             overwrite=overwrite,
             seconds=seconds,
@@ -150,7 +151,7 @@ def _tell(folder: Path, run: "ParallelRun", as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def parse_calls(texts: list[str], model: str) -> "tuple[list[list[Grid]], str]":
+def parse_calls(texts: list[str], model: str) -> "tuple[list[list[Grid]], Modality]":
     """Return the patch grids of calls like `336x336*8` or `896x896,224x224*3`, and their modality.
 
     Raises:
@@ -162,7 +163,8 @@ def parse_calls(texts: list[str], model: str) -> "tuple[list[list[Grid]], str]":
     from workbench.models import model_facts
 
     facts = model_facts(model)
-    calls, kinds = [], set()
+    calls: list[list[Grid]] = []
+    kinds: set[Modality] = set()
     for text in texts:
         sizes: list[tuple[int, int, int]] = []
         for part in text.split(","):

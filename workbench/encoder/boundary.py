@@ -28,14 +28,15 @@ from typing import Any
 import torch
 
 from workbench.capturable import SCHEMA_VERSION, Boundary, BoundaryReport, HostSync, Obstacle
+from workbench.encoder.candidates import Candidate, as_captured
 from workbench.encoder.instruments import captured_nodes, wrapped
-from workbench.encoder.session import EncoderSession, Grid
+from workbench.encoder.registry import BUILDERS, builder
+from workbench.encoder.session import EncoderInputs, EncoderSession, Grid
 from workbench.encoder.variants import VARIANTS, attach, names_for
 from workbench.environment import environment
-from workbench.errors import WorkbenchError
+from workbench.models import Modality
 
-SHIPPED = "vit+resampler"
-WITHOUT_TEMPORAL = "vit+resampler, no temporal conv"
+VIT = "vit"
 
 # Methods and functions that hand a tensor's content to Python, or make a shape of it.
 _READS = frozenset(
@@ -66,94 +67,23 @@ _READS = frozenset(
 _FRAMES = 8
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A region of the encoder.
-
-    Attributes:
-        region: values on the device -> output; what the graph would hold.
-        prepare: -> the values; outside, before.
-        rest: output of the region -> embeddings; outside, behind. None: nothing is left.
-    """
-
-    name: str
-    title: str
-    region: Callable[[dict[str, torch.Tensor]], torch.Tensor]
-    prepare: Callable[[], dict[str, torch.Tensor]]
-    rest: Callable[[torch.Tensor], Any] | None = None
-
-
-def candidates(session: EncoderSession, grids: Sequence[Grid], variants: Sequence[str]) -> list[Candidate]:
-    """Return ERNIE's candidates for one call of images.
+def wanted(session: EncoderSession, inputs: EncoderInputs, variants: Sequence[str]) -> list[Candidate]:
+    """Return the candidates for one call: what vLLM captures, the model's own, and the variants.
 
     Args:
         variants: each is a candidate of its own; several together where there are several.
 
     Raises:
-        WorkbenchError: another encoder, an unknown variant.
+        WorkbenchError: an unknown variant.
     """
-    if session.facts.key != "ernie45_vl":
-        raise WorkbenchError(f"{session.facts.title} has no candidates; use the model ernie45_vl")
-    model, inputs = session.model, session.inputs(grids)
-    tower, resampler = model.vision_model, model.resampler_model
-
-    def metadata() -> dict[str, torch.Tensor]:
-        values: dict[str, torch.Tensor] = tower.prepare_encoder_metadata([list(grid) for grid in grids])
-        if values["max_seqlen"] is None:  # no backend of the CPU reads it
-            values["max_seqlen"] = torch.tensor(max(h * w for _, h, w in grids), dtype=torch.int32)
-        return values | {"pixel_values": inputs.pixels}
-
-    def with_grid() -> dict[str, torch.Tensor]:
-        return metadata() | {"grid_thw": inputs.grid.to(session.device)}
-
-    def vit(values: dict[str, torch.Tensor]) -> torch.Tensor:
-        features: torch.Tensor = tower(values.pop("pixel_values"), encoder_metadata=values)
-        return features
-
-    def shipped(values: dict[str, torch.Tensor]) -> torch.Tensor:
-        grid = values.pop("grid_thw")
-        embeddings: torch.Tensor = resampler(vit(values), grid)
-        return embeddings
-
-    def without_temporal(values: dict[str, torch.Tensor]) -> torch.Tensor:
-        resampler.use_temporal_conv = False
-        try:
-            return shipped(values)
-        finally:
-            resampler.use_temporal_conv = True
-
-    found = [
-        Candidate("vit", "ViT, as vLLM captures it", vit, metadata, lambda x: resampler(x, inputs.grid)),
-        Candidate(SHIPPED, "ViT and the resampler as shipped", shipped, with_grid),
-    ]
-    if resampler.use_temporal_conv:
-        title = "ViT and the resampler, its temporal part off"
-        found.append(Candidate(WITHOUT_TEMPORAL, title, without_temporal, with_grid))
+    found = [as_captured(session.model, inputs, VIT, "ViT, as vLLM captures it")]
+    found += builder(session.facts.key).candidates(session, inputs)
     ideas = {variant.name: variant.idea for variant in VARIANTS}
     sets = [[name] for name in variants] + ([list(variants)] if len(variants) > 1 else [])
     for names in sets:
         title = f"variant {names[0]}: {ideas.get(names[0], '')}" if len(names) == 1 else "all variants together"
-        found.append(_of_variant(session, attach(model, names, session.facts.key), "+".join(names), title, inputs))
+        found.append(as_captured(attach(session.model, names, session.facts.key), inputs, "+".join(names), title))
     return found
-
-
-def _of_variant(session: EncoderSession, model: Any, name: str, title: str, inputs: Any) -> Candidate:
-    items = len(inputs.grids)
-
-    def prepare() -> dict[str, torch.Tensor]:
-        values = dict(model.prepare_encoder_cudagraph_replay_buffers(inputs.mm_kwargs, items, 0).values)
-        if values["max_seqlen"] is None:
-            values["max_seqlen"] = torch.tensor(max(h * w for _, h, w in inputs.grids), dtype=torch.int32)
-        return values
-
-    def rest(output: torch.Tensor) -> Any:
-        done: dict[int, torch.Tensor] = {}
-        model.postprocess_encoder_output(
-            {"default": output}, list(range(items)), list(inputs.tokens), done, True, batch_mm_kwargs=inputs.mm_kwargs
-        )
-        return done
-
-    return Candidate(name, title, model.encoder_cudagraph_forward, prepare, rest)
 
 
 # Host syncs -------------------------------------------------------------------------------------------------------
@@ -203,7 +133,6 @@ def _marked(result: Any) -> Any:
 def _watching() -> Iterator[list[tuple[str, bool, traceback.StackSummary]]]:
     """Yield a list of what is read, while the block lasts."""
     import vllm.model_executor.layers.attention.mm_encoder_attention as attention
-    from vllm.model_executor.models import ernie45_vl
 
     seen: list[tuple[str, bool, traceback.StackSummary]] = []
 
@@ -225,10 +154,12 @@ def _watching() -> Iterator[list[tuple[str, bool, traceback.StackSummary]]]:
 
         return run
 
-    with (
-        wrapped(ernie45_vl, "async_tensor_h2d", host_copy),
-        wrapped(attention, "vit_torch_sdpa_wrapper", unwatched),
-    ):
+    models = [sys.modules[one.module] for one in BUILDERS.values() if one.module in sys.modules]
+    with contextlib.ExitStack() as stack:
+        for module in (attention, *models):
+            if hasattr(module, "async_tensor_h2d"):
+                stack.enter_context(wrapped(module, "async_tensor_h2d", host_copy))
+        stack.enter_context(wrapped(attention, "vit_torch_sdpa_wrapper", unwatched))
         _OnDevice.sink = seen
         try:
             yield seen
@@ -240,9 +171,9 @@ def host_syncs(region: Callable[[dict[str, torch.Tensor]], Any], values: dict[st
     """Run `region` once and return what read a device tensor on the host, in the order of the first occurrence.
 
     Args:
-        values: `max_seqlen` is on the host, as in vLLM; everything else is taken to be on the device.
+        values: `max_seqlen`, of whatever kind, is on the host, as in vLLM; everything else is taken to be on the device.
     """
-    marked = {key: value if key == "max_seqlen" else _marked(value) for key, value in values.items()}
+    marked = {key: value if key.startswith("max_seqlen") else _marked(value) for key, value in values.items()}
     with _watching() as seen, torch.inference_mode():
         region(marked)
     found: dict[tuple[str, str], HostSync] = {}
@@ -345,8 +276,9 @@ def probe(
     grids: Sequence[Grid],
     variants: Sequence[str] | None = None,
     repeats: int = 20,
+    modality: Modality = "image",
 ) -> BoundaryReport:
-    """Probe every candidate on one call of images.
+    """Probe every candidate on one call.
 
     Args:
         session: open; it needs no graphs.
@@ -354,15 +286,15 @@ def probe(
         repeats: timed runs per region, on CUDA only.
 
     Raises:
-        WorkbenchError: an encoder without candidates, a grid it cannot take, an unknown variant.
+        WorkbenchError: a grid that the encoder cannot take, an unknown variant.
     """
     names = names_for(session.facts.key) if variants is None else variants
     with torch.inference_mode():
-        wanted = candidates(session, grids, names)
+        candidates = wanted(session, session.inputs(grids, modality), names)
         # What CUDA will refuse comes last: torch does not fully recover from a capture that ended in an error.
         found = {
             candidate.name: _probed(session, candidate, repeats)
-            for candidate in sorted(wanted, key=lambda candidate: candidate.name == SHIPPED)
+            for candidate in sorted(candidates, key=lambda candidate: candidate.refused)
         }
     return BoundaryReport(
         schema_version=SCHEMA_VERSION,
@@ -370,7 +302,7 @@ def probe(
         model=session.model_record,
         replay=session.replay,
         grids=list(grids),
-        boundaries=[found[candidate.name] for candidate in wanted],
+        boundaries=[found[candidate.name] for candidate in candidates],
     )
 
 
@@ -384,10 +316,8 @@ def _probed(session: EncoderSession, candidate: Candidate, repeats: int) -> Boun
     eager = _median_us(session, lambda: candidate.region(dict(values)), repeats)
     inside = eager if capture.graph is None else _median_us(session, capture.graph.replay, repeats)
     outside = _median_us(session, candidate.prepare, repeats)
-    rest = candidate.rest
-    if rest is not None:
-        output = candidate.region(dict(values))
-        outside += _median_us(session, lambda: rest(output), repeats)
+    output = candidate.region(dict(values))
+    outside += _median_us(session, lambda: candidate.rest(output), repeats)
     return Boundary(
         name=candidate.name,
         title=candidate.title,

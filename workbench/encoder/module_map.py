@@ -21,6 +21,7 @@ import torch
 
 from workbench.capturable import MappedModule, ModuleMap
 from workbench.encoder.instruments import captured_nodes
+from workbench.encoder.registry import builder
 from workbench.errors import WorkbenchError
 from workbench.kernels import family
 from workbench.models import ModelFacts
@@ -106,9 +107,12 @@ def _families(ops: Sequence[Op]) -> dict[str, tuple[int, float]]:
 
 
 def linear_work(module: torch.nn.Module, rows: int) -> Work:
-    """Return the work of a module's own weights on `rows` rows: 2 rows in out operations per matrix."""
+    """Return the work of a module's own weights that make `rows` rows: 2 operations per row and entry of a matrix.
+
+    A convolution whose kernels do not overlap, as of patches, is such a matrix.
+    """
     own = list(module.parameters(recurse=False))
-    flops = sum(2 * rows * weight.shape[0] * weight.shape[1] for weight in own if weight.ndim == 2)
+    flops = sum(2 * rows * weight.numel() for weight in own if weight.ndim >= 2)
     return Work(flops, sum(weight.nbytes for weight in own))
 
 
@@ -117,19 +121,32 @@ def attention_work(lengths: Sequence[int], width: int) -> Work:
     return Work(4 * width * sum(length * length for length in lengths), 0)
 
 
-def ernie_work(model: Any, facts: ModelFacts, lengths: Sequence[int], patches: int) -> dict[str, Work]:
-    """Return the work of each of ERNIE's modules for a graph of `patches` rows, attention over `lengths`.
+def sequence_lengths(facts: ModelFacts, grids: Sequence[tuple[int, int, int]]) -> list[int]:
+    """Return the patches of each attention sequence of a call: an item's, or each frame's."""
+    if facts.sequences == "item":
+        return [t * h * w for t, h, w in grids]
+    return [h * w for t, h, w in grids for _ in range(t)]
 
-    The resampler's matrices see patches / merge² rows. Weights that a CPU backend has packed away count nothing.
+
+def encoder_work(model: Any, facts: ModelFacts, lengths: Sequence[int], patches: int) -> dict[str, Work]:
+    """Return the work of each of the encoder's modules for a graph of `patches` rows, attention over `lengths`.
+
+    Weights that a CPU backend has packed away count nothing, and attention nothing where some blocks have windows.
     """
+    entry = builder(facts.key)
     tokens = patches // facts.merge**2
     work = {
-        name: linear_work(module, tokens if name.startswith("resampler_model") else patches)
+        name: linear_work(module, tokens if _inside(name, entry.merged) else patches)
         for name, module in model.named_modules()
+        if not _inside(name, entry.outside)
     }
-    for block in range(facts.depth):
-        work[f"vision_model.blocks.{block}.attn.attn"] = attention_work(lengths, facts.width)
+    for block in range(facts.depth if "window" not in facts.extra else 0):
+        work[f"{entry.parts[0]}.blocks.{block}.attn.attn"] = attention_work(lengths, facts.width)
     return work
+
+
+def _inside(module: str, roots: Sequence[str]) -> bool:
+    return any(module == root or module.startswith(f"{root}.") for root in roots)
 
 
 def with_roofline(rows: Sequence[MappedModule], work: dict[str, Work], device: Device) -> list[MappedModule]:

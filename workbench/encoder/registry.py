@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from workbench.encoder.candidates import Candidate, no_more, of_ernie, of_glm
 from workbench.errors import WorkbenchError
 from workbench.models import ModelFacts, model_facts
 
@@ -31,6 +32,9 @@ class Builder:
         reduce: facts, width -> facts of that width, with head size and ratios kept as far as they can be.
         parameters: facts -> number of parameters, before anything is built.
         module: vLLM's module of the model class, where it looks `scatter_output_slices` up.
+        merged: dotted names of the modules that run on merged rows, patches / merge squared, with all inside them.
+        outside: dotted names of the modules that no graph runs: what they make is metadata, computed before a replay.
+        candidates: what `workbench boundary` tries beside what vLLM captures.
     """
 
     build: Callable[[ModelFacts], Any]
@@ -38,6 +42,9 @@ class Builder:
     reduce: Callable[[ModelFacts, int], ModelFacts]
     parameters: Callable[[ModelFacts], int]
     module: str
+    merged: tuple[str, ...]
+    outside: tuple[str, ...] = ()
+    candidates: Callable[[Any, Any], list[Candidate]] = no_more
 
 
 def builder(key: str) -> Builder:
@@ -301,6 +308,8 @@ BUILDERS: dict[str, Builder] = {
         reduce=_reduce_ernie,
         parameters=_ernie_parameters,
         module="vllm.model_executor.models.ernie45_vl",
+        merged=("resampler_model",),
+        candidates=of_ernie,
     ),
     "glm4_1v": Builder(
         build=_build_glm,
@@ -308,6 +317,9 @@ BUILDERS: dict[str, Builder] = {
         reduce=_reduce_glm,
         parameters=_glm_parameters,
         module="vllm.model_executor.models.glm4_1v",
+        merged=("visual.downsample", "visual.merger"),
+        outside=("visual.embeddings",),
+        candidates=of_glm,
     ),
     "qwen2_5_vl": Builder(
         build=_build_qwen2_5,
@@ -315,6 +327,7 @@ BUILDERS: dict[str, Builder] = {
         reduce=_reduce_glm,
         parameters=_qwen2_5_parameters,
         module="vllm.model_executor.models.qwen2_5_vl",
+        merged=("visual.merger",),
     ),
     "qwen3_vl": Builder(
         build=_build_qwen3,
@@ -322,5 +335,7 @@ BUILDERS: dict[str, Builder] = {
         reduce=_reduce_qwen3,
         parameters=_qwen3_parameters,
         module="vllm.model_executor.models.qwen3_vl",
+        merged=("visual.merger", "visual.deepstack_merger_list"),
+        outside=("visual.pos_embed",),
     ),
 }

@@ -273,6 +273,10 @@ class EncoderSession:
         """What static replays saw to be wrong in vLLM's buffers; always empty on CUDA, which cannot look inside."""
         return list(getattr(self.manager, "findings", []))
 
+    def forget_findings(self) -> None:
+        """Let `findings` hold what is seen from now on."""
+        getattr(self.manager, "findings", []).clear()
+
     @property
     def stats(self) -> dict[str, Any]:
         """vLLM's own counters: graph_hits and graph_misses in items, hit_rate, num_budgets, token_budgets."""

@@ -1,8 +1,9 @@
 """The variants' ladder: eager, vLLM's graph, each variant and all together, on the same calls in one process.
 
-    from workbench.encoder.variants.measure import Effort, measure
+    from workbench.encoder.variants.measure import Effort, cases_for, measure
 
-    ladder = measure(SessionOptions(), (64, 128, 256, 512, 1024, 2048), IMAGE_CASES, VIDEO_CASES, Effort())
+    budgets = (64, 128, 256, 512, 1024, 2048)
+    ladder = measure(SessionOptions(), budgets, cases_for(model_facts("ernie45_vl"), max(budgets)), Effort())
 
 Samples are un-profiled, host time between two synchronises, in ABBA order over all columns. Busy and idle time come
 from one traced call per column afterwards. Parity is against eager as served, beside what float32 makes of the same
@@ -29,15 +30,15 @@ from workbench.budgets import Configuration
 from workbench.capturable import ALL, FALLBACK, GRAPH, SCHEMA_VERSION, SERVED, Captured, Case, Column, Ladder, ModuleMap
 from workbench.encoder import registry
 from workbench.encoder.boundary import probe
-from workbench.encoder.module_map import ernie_work, map_graph
+from workbench.encoder.module_map import encoder_work, map_graph, sequence_lengths
 from workbench.encoder.parity.lab import ENCODER_ERRORS
 from workbench.encoder.parity.metrics import compare
 from workbench.encoder.session import EncoderInputs, EncoderSession, Grid, SessionOptions, open_session
-from workbench.encoder.variants import chosen, names_for
+from workbench.encoder.variants import VARIANTS, chosen, names_for
 from workbench.environment import environment
 from workbench.errors import WorkbenchError
 from workbench.gaps import analyze
-from workbench.models import Modality
+from workbench.models import Modality, ModelFacts, model_facts
 from workbench.profiler import recording
 from workbench.progress import Progress, silent
 from workbench.trace import read_trace
@@ -54,27 +55,61 @@ IMAGE_CASES: Calls = {
     "128 tokens": [(1, 16, 32)],
     "1024 tokens": [(1, 64, 64)],
 }
-VIDEO_CASES: Calls = {"video of 4 frames": [(4, 16, 16)]}
+VIDEO_CASES: tuple[list[Grid], ...] = ([(4, 16, 16)],)
+# Where vLLM's own graph packs videos.
+PACKED_VIDEOS: tuple[list[Grid], ...] = ([(4, 16, 16), (2, 16, 16)],)
 _SMALL_IMAGES: Calls = {"16 tokens": [(1, 8, 8)], "small mixed": [(1, 4, 4), (1, 8, 8), (1, 2, 6)]}
-_SMALL_VIDEOS: Calls = {"small video": [(4, 4, 4)]}
+# Frames of a replay, for each item: what videos of these cases need, and a multiple, so that budgets divide (D3).
+_FRAMES_PER_ITEM = 4
 # From vLLM's graph to all variants, one idea after the other.
 STEPS = (["resampler", "metadata_cache"], ["resampler", "metadata_cache", "one_pass"])
 # What vLLM, Triton and CUDA raise on what they cannot run.
 _NOT_RUN = (WorkbenchError, *ENCODER_ERRORS)
 
 
-def cases_for(largest: int) -> tuple[Calls, Calls]:
-    """Return the cases of images and of videos of which every item fits into budget `largest`, and one above it.
+@dataclass(frozen=True)
+class Cases:
+    """Calls by name.
 
-    Small budgets, as on a CPU, get small cases of the same kinds. The image above the budget comes last.
+    Attributes:
+        images: of a server that allows no videos.
+        videos: of one that allows them.
+        beside: images of that one, whose graphs have more sequence slots than an image needs (D6).
+    """
+
+    images: Calls = field(default_factory=dict)
+    videos: Calls = field(default_factory=dict)
+    beside: Calls = field(default_factory=dict)
+
+
+def cases_for(facts: ModelFacts, largest: int) -> Cases:
+    """Return the cases of which every item fits into budget `largest`, and an image above it, which comes last.
+
+    Small budgets, as on a CPU, get small cases of the same kinds.
     """
 
     def fitting(calls: Calls) -> Calls:
         return {name: grids for name, grids in calls.items() if all(4 * largest >= t * h * w for t, h, w in grids)}
 
-    images, videos = fitting(IMAGE_CASES), fitting(VIDEO_CASES)
+    packs = "video" in facts.graph_modalities
+    videos = [*VIDEO_CASES, *(PACKED_VIDEOS if packs else ())]
+    small = [[(t, 4, 4) for t, _, _ in grids] for grids in videos]
+    images = fitting(IMAGE_CASES)
+    if len(images) < 3:
+        images, videos = images | _SMALL_IMAGES, small
+    first = next(iter(images))
     above: Calls = {"above the largest budget": [(1, 64, 2 * (largest // 32 + 2))]}
-    return images | ({} if len(images) > 2 else _SMALL_IMAGES) | above, videos or _SMALL_VIDEOS
+    return Cases(
+        images | above,
+        fitting({_video_name(grids, facts): grids for grids in videos}),
+        {f"{first}, videos allowed": images[first]} if packs else {},
+    )
+
+
+def _video_name(grids: Sequence[Grid], facts: ModelFacts) -> str:
+    """Name a call by the frames of its videos in pixels, which the encoder takes in temporal patches."""
+    frames = [str(t * facts.temporal_patch) for t, _, _ in grids]
+    return f"video of {frames[0]} frames" if len(frames) == 1 else f"videos of {' and '.join(frames)} frames"
 
 
 @dataclass(frozen=True)
@@ -107,6 +142,7 @@ class _Way:
 
     name: str
     run: Callable[[EncoderInputs], list[torch.Tensor]]
+    modalities: tuple[Modality, ...]
     graphs: EncoderSession | None = None
     variants: tuple[str, ...] = ()
 
@@ -136,8 +172,7 @@ class _Run:
 def measure(
     options: SessionOptions,
     budgets: Sequence[int],
-    images: Calls,
-    videos: Calls,
+    cases: Cases,
     effort: Effort,
     *,
     max_items: int = 4,
@@ -148,9 +183,8 @@ def measure(
     """Measure every case in every column.
 
     Args:
-        options: of the encoder; `video_limit` is set here, 0 for images and 1 for videos.
+        options: of the encoder; `video_limit` is set here, 0 for images and 1 for videos and the images beside them.
         budgets: token budgets of all graphs.
-        images, videos: case -> grids of one call.
         variants: None is every one of the encoder.
         on_case: called with the ladder so far, after every part.
 
@@ -158,26 +192,31 @@ def measure(
         WorkbenchError: see `open_session`; a case whose grids the encoder cannot take.
     """
     names = names_for(options.model) if variants is None else tuple(variants)
-    chosen(options.model, names)
+    if names:
+        chosen(options.model, names)
     run = _Run(effort, on_case or (lambda _: None))
     options = dataclasses.replace(options, seed=effort.seed)
-    configuration = Configuration(tuple(budgets), max_items)
+    plain = Configuration(tuple(budgets), max_items)
+    framed = dataclasses.replace(plain, max_frames=_frames(model_facts(options.model), max_items))
     # Videos first: they are few, and where they are served too, images have more sequence slots than they need.
-    parts: tuple[tuple[Modality, Calls], ...] = (("video", videos), ("image", images))
-    for modality, calls in parts:
-        if not calls:
+    parts: tuple[tuple[int, Configuration, dict[Modality, Calls]], ...] = (
+        (1, framed, {"video": cases.videos, "image": cases.beside}),
+        (0, plain, {"image": cases.images}),
+    )
+    for video_limit, configuration, calls in parts:
+        if not any(calls.values()):
             continue
-        limited = dataclasses.replace(options, video_limit=int(modality == "video"))
-        with open_session(limited, configuration) as session:
+        with open_session(dataclasses.replace(options, video_limit=video_limit), configuration) as session:
             if run.ladder is None:
-                run.ladder = _empty(session, budgets, max_items, effort)
-                exact = _float32(session, images, videos, effort)
-            with _columns(session, names, modality, run) as ways:
-                if modality == "image":
-                    _maps(run, session, ways, calls)
-                _cases(run, session, ways, calls, modality, exact, progress)
-            if modality == "image":
-                _boundaries(run, session, calls, names)
+                run.ladder = _empty(session, budgets, max_items, framed.max_frames, effort)
+                exact = _float32(session, cases, effort)
+            with _columns(session, names, [modality for modality in calls if calls[modality]], run) as ways:
+                if video_limit == 0:
+                    _maps(run, session, ways, cases.images)
+                for modality, named in calls.items():
+                    _cases(run, session, ways, named, modality, exact, progress)
+            if video_limit == 0:
+                _boundaries(run, session, cases.images, names)
     if run.ladder is None:
         raise WorkbenchError("a ladder without a case measures nothing; give one")
     run.ladder = msgspec.structs.replace(run.ladder, complete=not run.ladder.notes)
@@ -185,7 +224,14 @@ def measure(
     return run.ladder
 
 
-def _empty(session: EncoderSession, budgets: Sequence[int], max_items: int, effort: Effort) -> Ladder:
+def _frames(facts: ModelFacts, max_items: int) -> int | None:
+    """Return max frames where videos are served; vLLM's own for GLM-4.1V are 600 an item (D2)."""
+    return _FRAMES_PER_ITEM * max_items if "video" in facts.graph_modalities else None
+
+
+def _empty(
+    session: EncoderSession, budgets: Sequence[int], max_items: int, max_frames: int | None, effort: Effort
+) -> Ladder:
     return Ladder(
         schema_version=SCHEMA_VERSION,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -194,6 +240,7 @@ def _empty(session: EncoderSession, budgets: Sequence[int], max_items: int, effo
         replay=session.replay,
         budgets=list(budgets),
         max_items=max_items,
+        max_frames=max_frames,
         repeats=effort.repeats,
         warmup=effort.warmup,
         seed=effort.seed,
@@ -206,20 +253,25 @@ def _empty(session: EncoderSession, budgets: Sequence[int], max_items: int, effo
 
 
 @contextmanager
-def _columns(session: EncoderSession, names: Sequence[str], modality: Modality, run: _Run) -> Iterator[list[_Way]]:
-    """Capture the graphs of every column and yield the columns; the graphs last as long as the block."""
+def _columns(
+    session: EncoderSession, names: Sequence[str], modalities: Sequence[Modality], run: _Run
+) -> Iterator[list[_Way]]:
+    """Capture the graphs of every column that takes one of `modalities`; they last as long as the block."""
+    own = session.facts.graph_modalities
     sets = [[name] for name in names] + [step for step in STEPS if set(step) < set(names)]
     sets += [list(names)] if len(names) > 1 else []
-    if modality == "video":  # without the resampler inside, no graph takes videos
-        sets = [chosen_set for chosen_set in sets if "resampler" in chosen_set]
     with ExitStack() as stack:
-        ways = [_Way(SERVED, session.eager_served)]
+        ways = [_Way(SERVED, session.eager_served, ("image", "video"))]
         captured = []
-        if modality == "image":
+        if set(own) & set(modalities):
             captured.append(Captured(column=GRAPH, costs=session.capture()))
-            ways += [_Way(FALLBACK, session.eager_fallback), _Way(GRAPH, session.graph, session)]
+            ways += [_Way(FALLBACK, session.eager_fallback, own), _Way(GRAPH, session.graph, own, session)]
         for wanted in sets:
             title = ALL if len(wanted) == len(names) > 1 else "+".join(wanted)
+            variants = chosen(session.facts.key, wanted)
+            takes = tuple({*own, *(modality for variant in variants for modality in variant.modalities)})
+            if not set(takes) & set(modalities):
+                continue
             changed = stack.enter_context(session.with_variants(wanted))
             try:
                 costs = changed.capture()
@@ -230,30 +282,34 @@ def _columns(session: EncoderSession, names: Sequence[str], modality: Modality, 
             captured.append(
                 Captured(column=title, costs=costs, schedules=sorted({f"{value}" for value in schedules.values()}))
             )
-            variants = tuple(variant.name for variant in chosen(session.facts.key, wanted))
-            ways.append(_Way(title, changed.graph, changed, variants))
+            ways.append(_Way(title, changed.graph, takes, changed, tuple(variant.name for variant in variants)))
         run.add(captured=captured)
         yield ways
 
 
-def _inputs(session: EncoderSession, ways: Sequence[_Way], grids: list[Grid], modality: Modality, seed: int) -> Any:
-    """Return the inputs of a call; a session with the resampler inside takes videos too."""
-    maker = session if modality == "image" else next(way.graphs for way in ways if way.graphs is not None)
-    assert maker is not None
-    return maker.inputs(grids, modality, seed)
+@contextmanager
+def _taking(session: EncoderSession, modality: Modality) -> Iterator[EncoderSession]:
+    """Yield a session over the same weights that makes inputs of `modality`, which may be a variant's to take."""
+    more = [one.name for one in VARIANTS if one.model == session.facts.key and modality in one.modalities]
+    if modality in session.facts.graph_modalities or not more:
+        yield session
+        return
+    with session.with_variants(more) as changed:
+        yield changed
 
 
-def _float32(session: EncoderSession, images: Calls, videos: Calls, effort: Effort) -> dict[str, list[torch.Tensor]]:
+def _float32(session: EncoderSession, cases: Cases, effort: Effort) -> dict[str, list[torch.Tensor]]:
     """Return what the same encoder in float32 makes of each call, on the CPU."""
     options = dataclasses.replace(session.float32_options, video_limit=1)
     outputs = {}
-    with open_session(options, session.configuration) as reference, reference.with_variants(["resampler"]) as maker:
-        modalities: tuple[tuple[Modality, Calls], ...] = (("image", images), ("video", videos))
-        for modality, calls in modalities:
-            for name, grids in calls.items():
-                inputs = maker.inputs(grids, modality, effort.seed)
-                rounded = dataclasses.replace(inputs, pixels=inputs.pixels.to(session.dtype).to(torch.float32))
-                outputs[name] = [item.cpu() for item in reference.eager_served(rounded)]
+    calls: tuple[tuple[Modality, Calls], ...] = (("image", cases.images | cases.beside), ("video", cases.videos))
+    with open_session(options, session.configuration) as reference:
+        for modality, named in calls:
+            with _taking(reference, modality) as maker:
+                for name, grids in named.items():
+                    inputs = maker.inputs(grids, modality, effort.seed)
+                    rounded = dataclasses.replace(inputs, pixels=inputs.pixels.to(session.dtype).to(torch.float32))
+                    outputs[name] = [item.cpu() for item in reference.eager_served(rounded)]
     return outputs
 
 
@@ -269,13 +325,15 @@ def _cases(
     exact: dict[str, list[torch.Tensor]],
     progress: Progress,
 ) -> None:
+    fit = [way for way in ways if modality in way.modalities]
     for number, (name, grids) in enumerate(calls.items()):
         progress(name, number / len(calls))
         if run.left <= 0:
             run.add(notes=[f"time ran out before {name}"])
             continue
-        inputs = _inputs(session, ways, grids, modality, run.effort.seed)
-        run.add(cases=[_case(run, session, ways, name, inputs, exact[name])])
+        with _taking(session, modality) as maker:
+            inputs = maker.inputs(grids, modality, run.effort.seed)
+        run.add(cases=[_case(run, session, fit, name, inputs, exact[name])])
 
 
 def _case(
@@ -322,18 +380,22 @@ def _case(
         columns=found,
         noise_rms=None if None in rms else max(value or 0.0 for value in rms),
         noise_worst_row=None if None in rows else max(value or 0.0 for value in rows),
+        beside_videos=inputs.modality == "image" and session.options.video_limit != 0,
     )
 
 
 def _first(way: _Way, inputs: EncoderInputs) -> tuple[Column, list[torch.Tensor] | None]:
-    """Run a column once: its outputs and replays, or its error."""
+    """Run a column once: its outputs, replays and what these saw, or its error."""
     variants = list(way.variants)
     try:
         if way.graphs is None:
             return Column(name=way.name, variants=variants), [x.clone() for x in way.run(inputs)]
+        way.graphs.forget_findings()
         with way.graphs.watch() as batches:
             outputs = [x.clone() for x in way.run(inputs)]
-        return Column(name=way.name, variants=variants, budgets=[batch.budget for batch in batches]), outputs
+        budgets = [batch.budget for batch in batches]
+        findings = [f"{finding.defect}: {finding.message}" for finding in way.graphs.findings]
+        return Column(name=way.name, variants=variants, budgets=budgets, findings=findings), outputs
     except _NOT_RUN as error:
         text = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
         return Column(name=way.name, variants=variants, error=text), None
@@ -415,8 +477,9 @@ def _maps(run: _Run, session: EncoderSession, ways: Sequence[_Way], calls: Calls
     if session.device.type != "cuda":
         return
     grids = next(iter(calls.values()))
-    lengths = [t * h * w for t, h, w in grids]
-    budget = min((b for b in session.manager.token_budgets if 4 * b >= sum(lengths)), default=None)
+    lengths = sequence_lengths(session.facts, grids)
+    patches = session.facts.merge**2  # of a token
+    budget = min((b for b in session.manager.token_budgets if patches * b >= sum(lengths)), default=None)
     if budget is None:
         run.add(notes=["no graph was mapped: no budget holds the first case"])
         return
@@ -428,7 +491,7 @@ def _maps(run: _Run, session: EncoderSession, ways: Sequence[_Way], calls: Calls
         way.run(inputs)  # leaves the buffers filled with the case
         model, values = way.graphs.model, way.graphs.manager.budget_graphs["default"][budget].input_buffers
         parts = registry.builder(session.facts.key).parts
-        work = ernie_work(model, session.facts, lengths, int(values["pixel_values"].shape[0]))
+        work = encoder_work(model, session.facts, lengths, int(values["pixel_values"].shape[0]))
 
         forward = partial(_forward, model, values)
         try:
