@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,14 +24,14 @@ from workbench.encoder.session import EncoderSession, SessionOptions, open_sessi
 
 engine.require_vllm()
 
-from workbench.encoder.boundary import (  # noqa: E402 - needs vLLM
+from workbench.encoder.boundary import host_syncs, obstacle_of, package_path, probe  # noqa: E402 - needs vLLM
+from workbench.encoder.candidates import (  # noqa: E402
     SHIPPED,
+    WITH_METADATA,
+    WITH_POSITIONS,
     WITHOUT_TEMPORAL,
-    host_syncs,
-    obstacle_of,
-    package_path,
-    probe,
 )
+from workbench.models import MODELS, Modality, small_size  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +45,12 @@ def report(session: EncoderSession) -> BoundaryReport:
     return probe(session, [(1, 8, 8), (1, 4, 6)])
 
 
-def line_of(text: str) -> str:
-    """Place of the one line of vLLM's Ernie file that holds `text`."""
-    from vllm.model_executor.models import ernie45_vl
-
-    with open(ernie45_vl.__file__) as file:
-        (number,) = [number for number, line in enumerate(file, 1) if text in line]
-    return f"vllm/model_executor/models/ernie45_vl.py:{number}"
+def line_of(text: str, model: str = "ernie45_vl") -> str:
+    """Place of the one line of vLLM's file of a model that holds `text`."""
+    file = import_module(f"vllm.model_executor.models.{model}").__file__
+    assert file is not None
+    (number,) = [number for number, line in enumerate(Path(file).read_text().splitlines(), 1) if text in line]
+    return f"vllm/model_executor/models/{model}.py:{number}"
 
 
 def test_the_host_read_of_the_resampler_is_found_at_its_line(report: BoundaryReport) -> None:
@@ -68,6 +69,37 @@ def test_everything_else_is_clean(report: BoundaryReport) -> None:
     assert {"vit", WITHOUT_TEMPORAL, "resampler", "fused"} <= set(others)
     assert all(b.clean and b.captured is None and b.inside_us is None for b in others.values())
     assert report.replay == "static_replay"
+
+
+@pytest.mark.parametrize(
+    ("grids", "modality"),
+    [([(1, 8, 8), (1, 4, 6)], "image"), ([(3, 4, 4), (1, 4, 6)], "video")],
+    ids=["image", "video"],
+)
+def test_what_glm_computes_before_a_replay_is_what_keeps_it_outside(
+    glm: EncoderSession, grids: list[tuple[int, int, int]], modality: Modality
+) -> None:
+    found = {one.name: one for one in probe(glm, grids, modality=modality).boundaries}
+    assert list(found) == ["vit", WITH_POSITIONS, WITH_METADATA, "cu_seqlens_tail"]
+    assert found["vit"].clean
+    assert found["cu_seqlens_tail"].clean
+    copies = [sync.place for sync in found[WITH_POSITIONS].syncs]
+    interpolation = [line_of(f" {name} = async_tensor_h2d(", "glm4_1v") for name in ("target_h", "target_w")]
+    assert copies[2:] == interpolation
+    assert all(sync.host_copy for sync in found[WITH_POSITIONS].syncs)
+    reads = [sync for sync in found[WITH_METADATA].syncs if not sync.host_copy]
+    assert [(sync.call, sync.source) for sync in reads] == [("Tensor.tolist", "grid_thw = grid_thw.tolist()")]
+    assert reads[0].frames[0].endswith(" forward")
+
+
+@pytest.mark.parametrize("key", MODELS)
+def test_what_vllm_captures_of_every_model_is_clean(key: str) -> None:
+    depth, width = small_size(MODELS[key])
+    options = SessionOptions(model=key, depth=depth, width=width, device="cpu")
+    with open_session(options, Configuration((64,), 1)) as session:
+        found = probe(session, [(1, 8, 8)], variants=()).boundaries
+    assert found[0].name == "vit"
+    assert found[0].clean
 
 
 def test_the_report_survives_its_json(report: BoundaryReport) -> None:
@@ -151,7 +183,7 @@ def test_paths_say_nothing_about_the_machine() -> None:
 
 
 def test_the_command_prints_places_and_json() -> None:
-    small = ["boundary", "--images", "56x56", "--device", "cpu", "--depth", "1"]
+    small = ["boundary", "--call", "56x56", "--device", "cpu", "--depth", "1"]
     done = CliRunner().invoke(app, [*small, "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
@@ -164,13 +196,16 @@ def test_the_command_prints_places_and_json() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--images", "224"], "is not a size"),
-        (["--images", "0x5"], "sizes are at least 1"),
-        (["--images", "224x224,"], "is not a size"),
-        (["--images", "56x56,1000001x5"], "image 1 of 56x56,1000001x5 has width 1e+06, above the limit of 1,000,000"),
-        (["--images", "1x1000"], "does not take a size"),
+        (["--call", "224"], "is no item"),
+        (["--call", "0x5"], "sizes are at least 1"),
+        (["--call", "224x224,"], "is no item"),
+        (["--call", "56x56,1000001x5"], "item 1 of 56x56,1000001x5 has width 1e+06, above the limit of 1,000,000"),
+        (["--call", "1x1000"], "does not take a size"),
+        (["--call", "56x56x4", "--device", "cpu"], "ERNIE-4.5-VL"),
+        (["--model", "glm4_1v", "--call", "56x56,56x56x4"], "images and videos are calls of their own"),
+        (["--model", "nonsense"], "unknown model"),
         (["--depth", "0", "--device", "cpu"], "depth 0 is not between 1 and 32"),
-        (["--images", "56x56", "--variants", "rotary", "--device", "cpu"], "names no variant"),
+        (["--call", "56x56", "--variants", "rotary", "--device", "cpu"], "names no variant"),
         (["--repeats", "0"], "give at least 1"),
         (["--device", "tpu"], "tpu"),
     ],
@@ -179,8 +214,3 @@ def test_bad_options_are_one_sentence(arguments: list[str], words: str) -> None:
     done = CliRunner().invoke(app, ["boundary", *arguments])
     assert isinstance(done.exception, WorkbenchError), done.output
     assert words in str(done.exception)
-
-
-def test_another_encoder_has_no_candidates(glm: EncoderSession) -> None:
-    with pytest.raises(WorkbenchError, match="use the model ernie45_vl"):
-        probe(glm, [(1, 4, 4)])

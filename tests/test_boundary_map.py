@@ -1,5 +1,8 @@
 """The module map: nodes to innermost modules, joined only when counts agree, and the roofline's arithmetic."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,17 +12,19 @@ from workbench.errors import WorkbenchError
 torch = pytest.importorskip("torch", reason="needs an engine")
 
 from workbench.encoder.module_map import (  # noqa: E402 - needs torch
-    H200,
-    Device,
     NodeSpan,
     Work,
     attention_work,
+    encoder_work,
     join,
     linear_work,
     ops_of,
     owners,
+    sequence_lengths,
     with_roofline,
 )
+from workbench.models import MODELS, ModelFacts, model_facts, small_size  # noqa: E402
+from workbench.roofline import H200, Device  # noqa: E402
 
 GEMM, NORM, CAST = "nvjet_tst_128x64", "vectorized_layer_norm_kernel", "void at::native::elementwise_kernel<x>(int)"
 SPANS = [
@@ -92,6 +97,64 @@ def test_the_roofline_is_the_larger_of_weights_and_operations() -> None:
     assert attention_work([256, 64], 1280) == Work(4 * 1280 * (256**2 + 64**2), 0)
     # All of ERNIE's weights, 1.26 GB at 4.3 TB/s: the design notes' 0.29 ms
     assert Work(0, 1_260_000_000).roofline_us(H200) == pytest.approx(293, abs=1)
+
+
+def test_attention_runs_over_items_or_frames() -> None:
+    grids = [(2, 4, 6), (1, 8, 8)]
+    assert sequence_lengths(model_facts("ernie45_vl"), grids) == [48, 64]
+    assert sequence_lengths(model_facts("glm4_1v"), grids) == [24, 24, 64]
+
+
+@pytest.fixture
+def built(request: pytest.FixtureRequest) -> Iterator[tuple[Any, ModelFacts]]:
+    """The model object of a small encoder, its weights not packed away yet, and its facts."""
+    from workbench.budgets import Limits
+    from workbench.encoder import engine, registry
+
+    engine.require_vllm()
+    depth, width = small_size(model_facts(request.param))
+    facts = registry.reduced_facts(request.param, depth, width)
+    device, dtype = torch.device("cpu"), torch.bfloat16
+    with engine.surroundings(Limits(4096, 4096, video_limit=0), device, dtype, None), engine.building(device, dtype):
+        yield registry.builder(request.param).build(facts), facts
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("built", MODELS, indirect=True)
+def test_a_registry_entry_names_modules_that_exist(built: tuple[Any, ModelFacts]) -> None:
+    from workbench.encoder.registry import builder
+
+    model, facts = built
+    entry, names = builder(facts.key), dict(model.named_modules())
+    for name in (*entry.merged, *entry.outside):
+        assert list(names[name].parameters()), name
+    work = encoder_work(model, facts, [64], 64)
+    outside = sum(p.nbytes for name in entry.outside for p in names[name].parameters())
+    assert sum(one.weight_bytes for one in work.values()) == sum(p.nbytes for p in model.parameters()) - outside
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("built", ["glm4_1v"], indirect=True)
+def test_the_work_of_glm_is_that_of_its_layers(built: tuple[Any, ModelFacts]) -> None:
+    model, facts = built
+    lengths, patches = [24, 24, 64], 128
+    width, out, tokens = facts.width, facts.out_width, patches // facts.merge**2
+    work = encoder_work(model, facts, lengths, patches)
+    flops = {name: one.flops for name, one in work.items() if one.flops}
+    block = {"attn.qkv": 3 * width**2, "attn.proj": width**2, "mlp.gate_up_proj": 2 * width * out}
+    block["mlp.down_proj"] = width * out
+    expected = {
+        f"visual.blocks.{number}.{name}": 2 * patches * entries
+        for number in range(facts.depth)
+        for name, entries in block.items()
+    }
+    for number in range(facts.depth):
+        expected[f"visual.blocks.{number}.attn.attn"] = 4 * width * (24**2 + 24**2 + 64**2)
+    expected["visual.patch_embed.proj"] = 2 * patches * width * facts.patch_features
+    expected["visual.downsample"] = 2 * tokens * out * facts.merge**2 * width
+    merger = {"proj": out**2, "gate_up_proj": 2 * out * facts.mlp_width, "down_proj": out * facts.mlp_width}
+    expected |= {f"visual.merger.{name}": 2 * tokens * entries for name, entries in merger.items()}
+    assert flops == expected
 
 
 def test_work_of_a_module_without_nodes_goes_to_the_one_around_it() -> None:

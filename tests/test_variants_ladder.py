@@ -27,15 +27,17 @@ from workbench.encoder.variants import names_for  # noqa: E402
 from workbench.encoder.variants.fused import Fused  # noqa: E402
 from workbench.encoder.variants.measure import (  # noqa: E402
     IMAGE_CASES,
-    VIDEO_CASES,
+    Cases,
     Effort,
     cases_for,
     measure,
 )
+from workbench.ladder import one_image  # noqa: E402
+from workbench.models import MODELS, model_facts  # noqa: E402
 
 OPTIONS = SessionOptions(depth=1, width=80, device="cpu")
-IMAGES = {"one": [(1, 4, 4)], "over": [(1, 16, 18)]}
-VIDEOS = {"clip": [(4, 4, 4)]}
+CASES = Cases({"one": [(1, 4, 4)], "over": [(1, 16, 18)]}, {"clip": [(4, 4, 4)]})
+ONE = Cases({"one": [(1, 4, 4)]})
 NAMES = names_for("ernie45_vl")
 
 
@@ -43,7 +45,7 @@ NAMES = names_for("ernie45_vl")
 def written() -> list[Ladder]:
     """Every state of a ladder; the last is the result."""
     states: list[Ladder] = []
-    result = measure(OPTIONS, (16, 32, 64), IMAGES, VIDEOS, Effort(repeats=3, warmup=0), on_case=states.append)
+    result = measure(OPTIONS, (16, 32, 64), CASES, Effort(repeats=3, warmup=0), on_case=states.append)
     assert states[-1] == result
     return states
 
@@ -89,9 +91,7 @@ def test_it_is_handed_on_after_every_part(written: list[Ladder], tmp_path: Path)
 
 
 def test_when_time_runs_out_it_says_what_is_missing() -> None:
-    found = measure(
-        OPTIONS, (16,), {"one": [(1, 4, 4)]}, {}, Effort(repeats=1, warmup=0, seconds=1e-9), variants=["fused"]
-    )
+    found = measure(OPTIONS, (16,), ONE, Effort(repeats=1, warmup=0, seconds=1e-9), variants=["fused"])
     assert not found.complete
     assert found.cases == []
     assert "time ran out before one" in found.notes
@@ -103,9 +103,7 @@ def test_a_variant_that_cannot_be_captured_costs_only_its_column(monkeypatch: py
 
     monkeypatch.setattr(Fused, "tower", broken)
     monkeypatch.setattr("workbench.encoder.variants.measure._boundaries", lambda *_: None)
-    found = measure(
-        OPTIONS, (16,), {"one": [(1, 4, 4)]}, {}, Effort(repeats=1, warmup=0), variants=["resampler", "fused"]
-    )
+    found = measure(OPTIONS, (16,), ONE, Effort(repeats=1, warmup=0), variants=["resampler", "fused"])
     assert [note.split(":")[0] for note in found.notes] == [
         "fused could not be captured",
         f"{ALL} could not be captured",
@@ -117,16 +115,69 @@ def test_cases_fit_the_budgets_and_one_does_not() -> None:
     assert [sum(t * h * w for t, h, w in grids) // 4 for grids in IMAGE_CASES.values()] == [
         64, 391, 2048, 256, 1391, 128, 1024,
     ]  # fmt: skip
-    images, videos = cases_for(2048)
-    assert (list(images)[:-1], videos) == (list(IMAGE_CASES), VIDEO_CASES)
-    for largest in (16, 64, 2048):
-        images, videos = cases_for(largest)
-        *fitting, above = [*videos.values(), *images.values()]
-        assert all(t * h * w <= 4 * largest for grids in fitting for t, h, w in grids)
-        ((t, h, w),) = above
-        assert 4 * largest < t * h * w
-        assert h % 2 == w % 2 == 0
-        assert len(fitting) > 2
+    ernie = cases_for(model_facts("ernie45_vl"), 2048)
+    assert list(ernie.images)[:-1] == list(IMAGE_CASES)
+    assert (ernie.videos, ernie.beside) == ({"video of 4 frames": [(4, 16, 16)]}, {})
+    glm = cases_for(model_facts("glm4_1v"), 2048)
+    assert glm.images == ernie.images
+    assert glm.videos == {
+        "video of 8 frames": [(4, 16, 16)],  # of two in each temporal patch
+        "videos of 8 and 4 frames": [(4, 16, 16), (2, 16, 16)],
+    }
+    assert glm.beside == {"64 tokens, videos allowed": [(1, 16, 16)]}
+    for key in MODELS:
+        for largest in (16, 64, 2048):
+            cases = cases_for(MODELS[key], largest)
+            *fitting, above = [*cases.videos.values(), *cases.beside.values(), *cases.images.values()]
+            assert all(t * h * w <= 4 * largest for grids in fitting for t, h, w in grids)
+            ((t, h, w),) = above
+            assert 4 * largest < t * h * w
+            assert h % 2 == w % 2 == 0
+            assert len(fitting) > 2
+
+
+# GLM-4.1V, whose graphs of vLLM take videos -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def of_glm() -> Ladder:
+    options = SessionOptions(model="glm4_1v", depth=1, width=128, device="cpu")
+    return measure(options, (16, 32, 64), cases_for(model_facts("glm4_1v"), 64), Effort(repeats=2, warmup=0))
+
+
+def test_glm_has_vllm_s_graph_for_videos_too(of_glm: Ladder) -> None:
+    assert of_glm.complete
+    assert of_glm.max_frames == 16
+    for case in of_glm.cases:
+        assert [column.name for column in case.columns] == [SERVED, FALLBACK, GRAPH, "cu_seqlens_tail"]
+        assert all(column.error is None and len(column.wall_us) == 2 for column in case.columns)
+        assert all(item.bit_equal for column in case.columns for item in column.parity + column.against_graph)
+    videos = [case for case in of_glm.cases if case.modality == "video"]
+    assert [len(case.grids) for case in videos] == [1, 2]
+    assert all(None not in column.budgets for case in videos for column in case.columns)
+    assert {boundary.name for boundary in of_glm.boundaries} >= {"vit", "cu_seqlens_tail"}
+
+
+def test_d6_is_seen_where_videos_are_allowed_and_gone_with_the_variant(of_glm: Ladder) -> None:
+    """A static replay stops at the first maximum of the offsets, so outputs agree; what it saw is in the column."""
+    seen = [(case.name, column.name) for case in of_glm.cases for column in case.columns if column.findings]
+    assert seen == [("64 tokens, videos allowed", GRAPH)]
+    (beside,) = [case for case in of_glm.cases if case.beside_videos]
+    (finding,) = beside.columns[2].findings
+    assert finding.startswith("D6: cu_seqlens of budget 64 falls after its maximum ([0, 256, 256, 256, 256, 0,")
+    image = one_image(of_glm)
+    assert image is not None
+    assert image.name == "64 tokens"
+
+
+def test_an_encoder_without_variants_is_measured(tmp_path: Path) -> None:
+    options = SessionOptions(model="qwen2_5_vl", depth=1, width=160, device="cpu")
+    found = measure(options, (16,), ONE, Effort(repeats=1, warmup=0))
+    assert [column.name for column in found.cases[0].columns] == [SERVED, FALLBACK, GRAPH]
+    assert [boundary.name for boundary in found.boundaries] == ["vit"]
+
+
+# Bad input ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -136,6 +187,7 @@ def test_cases_fit_the_budgets_and_one_does_not() -> None:
         (["--seconds", "0"], "measure nothing"),
         (["--budgets", "64,x"], "are not positive numbers"),
         (["--budgets", "0"], "are not positive numbers"),
+        (["--model", "nonsense"], "unknown model"),
     ],
 )
 def test_bad_options_are_one_sentence(arguments: list[str], words: str, tmp_path: Path) -> None:

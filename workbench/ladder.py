@@ -234,8 +234,9 @@ def _equals_graph(column: Column) -> bool | None:
 
 
 def one_image(ladder: Ladder) -> Case | None:
-    """Return the first case of one image."""
-    return next((case for case in ladder.cases if case.modality == "image" and len(case.grids) == 1), None)
+    """Return the first case of one image, of a server that allows no videos."""
+    images = (case for case in ladder.cases if case.modality == "image" and not case.beside_videos)
+    return next((case for case in images if len(case.grids) == 1), None)
 
 
 def in_order(ladder: Ladder) -> list[Case]:
