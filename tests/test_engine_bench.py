@@ -123,7 +123,27 @@ def test_arms_are_measured_predicted_and_explained(launcher: tuple[str, ...], tm
     assert "the ledger's sum gives 2.00 ms" in told
     assert "16 of 16 images went through 4 replays, 1.0 a call, 100% full" in told
     assert "graph against eager: 4.00 times as fast" in told
+    assert "averages of 2 and 2 runs" in told
     assert any("arm 2 of 6, graph" in what for what in shown)
+
+
+def test_rounds_are_averaged_and_arms_of_one_encoder_not_compared(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    bench = run(launcher, tmp_path / "out", repeats=2)
+    last = bench.runs[-1]
+    assert last.arm == "eager"
+    assert last.vllm is not None
+    measures = [msgspec.structs.replace(one, mean=3 * (one.mean or 0.0)) for one in last.vllm.measures]
+    slow = msgspec.structs.replace(last, vllm=msgspec.structs.replace(last.vllm, measures=measures))
+    assert "graph against eager: 8.00 times as fast" in "\n".join(
+        explain(msgspec.structs.replace(bench, runs=[*bench.runs[:-1], slow]))
+    )
+    without = [
+        msgspec.structs.replace(one, calls=msgspec.structs.replace(one.calls, hits=0)) if one.calls else one
+        for one in bench.runs
+    ]
+    told = "\n".join(explain(msgspec.structs.replace(bench, runs=without)))  # as on the CPU engine
+    assert "graph and eager ran the same encoder" in told
+    assert "times as fast" not in told
 
 
 def test_a_recorded_run_on_an_h200_is_explained() -> None:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import IO, Any, Literal
 
 import msgspec
@@ -712,12 +713,12 @@ def explain(bench: EngineBench) -> list[str]:
     sentences += [f"Arm {run.arm}: {finding}." for run in done for finding in run.findings]
     for run in done:
         sentences += _about(run, bench.prompts)
-    first = next((run for run in done if run.arm == EAGER), None)
-    seen = set()
+    arms: dict[str, list[ArmRun]] = {}
     for run in done:
-        if first is not None and run.arm != EAGER and run.arm not in seen:
-            seen.add(run.arm)
-            sentences += _against(first, run)
+        arms.setdefault(run.arm, []).append(run)
+    for name, runs in arms.items():
+        if name != EAGER and EAGER in arms:
+            sentences += _against(arms[EAGER], runs)
     return sentences
 
 
@@ -766,23 +767,33 @@ def about_graphs(run: ArmRun) -> list[str]:
     ]
 
 
-def _against(eager: ArmRun, run: ArmRun) -> list[str]:
-    """Why an arm differs from the eager one."""
-    before, after = eager.forward, run.forward
-    assert before is not None
-    assert after is not None
+def average(values: Iterable[float | None]) -> float | None:
+    """The mean over an arm's runs; None where a run lacks the value, or there is none."""
+    every = list(values)
+    known = [value for value in every if value is not None]
+    return fmean(known) if known and len(known) == len(every) else None
+
+
+def _against(eagers: list[ArmRun], runs: list[ArmRun]) -> list[str]:
+    """Why an arm differs from the eager one; figures are averaged over the rounds."""
+    eager, run = eagers[0], runs[0]
     assert eager.calls is not None
     assert run.calls is not None
-    if not before.mean or not after.mean:
+    if not any(one.calls is not None and one.calls.hits for one in runs):
+        return [f"{run.arm} and eager ran the same encoder: what differs is what two runs of it differ by."]
+    forwards = [[one.forward for one in arm if one.forward is not None] for arm in (eagers, runs)]
+    before, after = (average(forward.mean for forward in arm) for arm in forwards)
+    tails = [average(forward.percentiles.get("99") for forward in arm) for arm in forwards]
+    if not before or not after:
         return []
-    tails = [measure.percentiles.get("99") for measure in (before, after)]
     sentences = [
-        f"{run.arm} against eager: {before.mean / after.mean:.2f} times as fast by vLLM's mean per request ("
-        f"{_ms(before.mean)} to {_ms(after.mean)}"
+        f"{run.arm} against eager: {before / after:.2f} times as fast by vLLM's mean per request ("
+        f"{_ms(before)} to {_ms(after)}"
         + (f", P99 {_ms(tails[0])} to {_ms(tails[1])}" if tails[0] and tails[1] else "")
+        + (f"; averages of {len(eagers)} and {len(runs)} runs" if len(eagers) + len(runs) > 2 else "")
         + ")."
     ]
-    if eager.alone_us and run.alone_us and run.calls.hits:
+    if eager.alone_us and run.alone_us:
         sentences.append(
             f"For one image alone the profile gives {eager.alone_us / run.alone_us:.1f} times ({_ms(eager.alone_us)} "
             f"to {_ms(run.alone_us)}): an eager call pays its launches once however many images it holds, and a "

@@ -16,7 +16,6 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from workbench.budgets import Configuration
@@ -28,6 +27,7 @@ from workbench.engine_bench import (
     EngineBench,
     about_graphs,
     arm_environment,
+    average,
     compilation_config,
     end,
     start,
@@ -173,16 +173,9 @@ def explain_served(bench: EngineBench) -> list[str]:
 def _mean(runs: Iterable[ArmRun], name: str, percentile: str | None = None) -> float | None:
     """A measure's mean, or percentile, averaged over runs; None where one lacks it."""
     found = [measured(run, name) for run in runs]
-    return _average(
+    return average(
         None if one is None else one.percentiles.get(percentile) if percentile else one.mean for one in found
     )
-
-
-def _average(values: Iterable[float | None]) -> float | None:
-    """The mean; None where a value is missing, or all."""
-    every = list(values)
-    known = [value for value in every if value is not None]
-    return fmean(known) if known and len(known) == len(every) else None
 
 
 def _about(runs: list[ArmRun], prompts: int) -> list[str]:
@@ -217,7 +210,7 @@ def _against(eager: list[ArmRun], runs: list[ArmRun]) -> list[str]:
                 said.append(
                     f"{name.upper()} {statistic} {before / 1e3:.2f} to {after / 1e3:.2f} ms ({before / after:.2f})"
                 )
-    without, spent = (_average(run.host_us for run in arm) for arm in (eager, runs))
+    without, spent = (average(run.host_us for run in arm) for arm in (eager, runs))
     text = f"{runs[0].arm} against eager, off over on in brackets: {', '.join(said)}."
     if without and spent:
         text += f" The encoder: {without / 1e3:.2f} to {spent / 1e3:.2f} ms ({without / spent:.2f})."
