@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Write the figures of docs/variants.md and docs/variants/NAME.md from a ladder that was measured on a GPU.
+"""Write the figures of docs/variants.md and docs/variants/NAME.md from ladders that were measured on a GPU.
 
-    .venv/bin/python scripts/variant_pages.py [FOLDER]      default: workbench/recordings/variants_ernie45_vl
+    .venv/bin/python scripts/variant_pages.py [FOLDER...]      default: every workbench/recordings/variants_*
 
-Replaces what stands below "## Figures" on the overview and on the page of every variant that the ladder holds. No
+Replaces what stands below "## Figures" on the overview and on the page of every variant that the ladders hold. No
 number there is typed by hand, and none comes from a CPU.
 """
 
@@ -13,22 +13,20 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from workbench.capturable import ALL, FALLBACK, GRAPH, SERVED, Case, Column, Ladder, read_ladder
+from workbench.capturable import ALL, FALLBACK, GRAPH, LADDER_FILE, SERVED, Case, Column, Ladder, read_ladder
 from workbench.errors import WorkbenchError
-from workbench.ladder import in_order
+from workbench.ladder import in_order, last_step, title
+from workbench.models import model_facts
 from workbench.stats import summary
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORDING = ROOT / "workbench" / "recordings" / "variants_ernie45_vl"
+RECORDINGS = ROOT / "workbench" / "recordings"
+FAR = 3  # noise floors: the limit of a mismatch, as in the parity lab
 HEADING = "\n## Figures\n\n"
 # The one variant that changes nothing of a replay: it is compared where an item is above the largest budget.
 FALLBACK_VARIANT = "fallback"
 HEADS = (
     "call", "before ms", "P99", "with it ms", "P99", "speed-up", "GPU busy ms", "nodes", "parity",
-)  # fmt: skip
-OVERVIEW_HEADS = (
-    "call", "eager as served ms", "P99", "vLLM's graph ms", "P99", "all variants ms", "P99", "over eager",
-    "over the graph", "nodes", "parity",
 )  # fmt: skip
 
 
@@ -45,37 +43,51 @@ def figures(ladder: Ladder, variant: str) -> str:
         return _wrapped(
             f"{about}: no call of this session has times of this variant beside {baseline}.\n{_whole(ladder)}"
         )
-    before = f"Before: vLLM's {baseline}, or for video eager as served."
+    before = f"Before: vLLM's {baseline}"
+    before += "." if _everywhere(ladder, GRAPH) else ", or for video eager as served."
     if variant == FALLBACK_VARIANT:
         before = f"An item above the largest budget, {max(ladder.budgets)}. {_refused(ladder)}Before: {baseline}."
     return _wrapped(
         f"{about}.\n{before} GPU busy and nodes: before → with it.\n"
-        f"Parity: distance to eager as served over the noise floor.\n{_beyond(ladder.cases, variant)}\n"
+        f"Parity: distance to eager as served over the noise floor{_before_too(ladder.cases, baseline)}.\n"
+        f"{_beyond(ladder.cases, variant)}\n"
         f"{_table(HEADS, rows)}"
     )
 
 
 def overview(ladder: Ladder) -> str:
-    """Return one row per case: eager as served, vLLM's graph and all variants together.
+    """Return one row per case: eager as served, vLLM's graph and all variants together, or the only one.
 
     Raises:
         WorkbenchError: the ladder was made on a CPU.
     """
     about, rows = _about(ladder), []
+    last = last_step(title(column.name) for case in ladder.cases for column in case.columns) or ALL
     for case in in_order(ladder):
         columns = {column.name: column for column in case.columns}
-        served, graph, whole = (columns.get(name) for name in (SERVED, GRAPH, ALL))
+        served, graph, whole = (columns.get(name) for name in (SERVED, GRAPH, last))
         timed = [_times(column) for column in (served, graph, whole)]
         nodes = f"{_count(graph)} → {_count(whole)}"
-        parity = "-" if whole is None else _parity(whole, case.noise_rms)
+        parity = "-" if whole is None else _parity_change(graph, whole, case.noise_rms)
         faster = (_speed_up(served, whole), _speed_up(graph, whole))
         rows.append((case.name, *(cell for pair in timed for cell in pair), *faster, nodes, parity))
+    heads = (
+        "call", "eager as served ms", "P99", "vLLM's graph ms", "P99", f"{last} ms", "P99", "over eager",
+        "over the graph", "nodes", "parity",
+    )  # fmt: skip
     return _wrapped(
-        f"{about}.\nNodes: vLLM's graph → all variants. Parity: of all variants, distance to eager as served "
-        f"over the noise floor.\n{_beyond(ladder.cases, ALL)}{_whole(ladder)}"
+        f"{about}.\nNodes: vLLM's graph → {last}. Parity: of {last}, distance to eager as served "
+        f"over the noise floor{_before_too(ladder.cases, GRAPH)}.\n{_beyond(ladder.cases, last)}{_whole(ladder)}"
         f"Every column of every call is in notebook 01, section 10.\n\n"
-        f"{_table(OVERVIEW_HEADS, rows)}"
+        f"{_table(heads, rows)}"
     )
+
+
+def overviews(ladders: Sequence[Ladder]) -> str:
+    """Return the overview of every ladder, each below the name of its model where there are several."""
+    if len(ladders) == 1:
+        return overview(ladders[0])
+    return "\n".join(f"### {model_facts(ladder.model.key).title}\n\n{overview(ladder)}" for ladder in ladders)
 
 
 def _about(ladder: Ladder) -> str:
@@ -91,22 +103,31 @@ def _about(ladder: Ladder) -> str:
     )
 
 
+def _everywhere(ladder: Ladder, name: str) -> bool:
+    """Whether every case has a column `name`."""
+    return all(name in {column.name for column in case.columns} for case in ladder.cases)
+
+
 def _beyond(cases: Sequence[Case], name: str) -> str:
     """Say how far outputs lie beyond the noise floor; nothing where none does."""
-    known = [
-        item.relative_rms / case.noise_rms
-        for case in cases
-        for column in case.columns
-        if column.name == name
-        for item in column.parity
-        if item.relative_rms is not None and case.noise_rms
-    ]
-    worst = max(known, default=0.0)
+    worst = max((_distance(case, name) for case in cases), default=0.0)
     if worst <= 1:
         return ""
     # Two roundings of one value, each a floor from it and independent, are the square root of two floors apart.
     seen = ", no further than two independent roundings lie apart (√2 floors)" if worst <= math.sqrt(2) else ""
     return f"Outputs lie up to {worst:.2f} noise floors from eager as served: beyond the floor{seen}.\n"
+
+
+def _distance(case: Case, name: str) -> float:
+    """Return how many noise floors a column's outputs lie from eager as served; zero where that is not known."""
+    items = [item.relative_rms for column in case.columns if column.name == name for item in column.parity]
+    return max((rms / case.noise_rms for rms in items if rms is not None and case.noise_rms), default=0.0)
+
+
+def _before_too(cases: Sequence[Case], baseline: str) -> str:
+    """Say that the baseline's distance stands in front, where there is a row in which it is not noise."""
+    wrong = any(_distance(case, baseline) > FAR for case in cases)
+    return "; where vLLM's graph is wrong, its distance stands in front" if wrong else ""
 
 
 def _wrapped(text: str) -> str:
@@ -145,7 +166,7 @@ def _row(case: Case, baseline: str, name: str) -> Sequence[str] | None:
         _speed_up(before, after),
         f"{_ms(before.busy_us)} → {_ms(after.busy_us)}",
         f"{_count(before)} → {_count(after)}",
-        _parity(after, case.noise_rms),
+        _parity_change(before, after, case.noise_rms),
     )
 
 
@@ -180,6 +201,13 @@ def _parity(column: Column, noise: float | None) -> str:
     return f"{max(known, default=0.0) / noise:.2f}"
 
 
+def _parity_change(before: Column | None, after: Column, noise: float | None) -> str:
+    """Return the parity of `after`, behind that of `before` where that is a mismatch."""
+    rms = [item.relative_rms for item in before.parity if item.relative_rms is not None] if before else []
+    wrong = noise and max(rms, default=0.0) > FAR * noise
+    return f"{max(rms) / noise:,.0f} → {_parity(after, noise)}" if noise and wrong else _parity(after, noise)
+
+
 def write(ladder: Ladder, pages: Path) -> list[str]:
     """Write the figures of every variant that `ladder` holds into its page; return their names."""
     written = []
@@ -199,11 +227,15 @@ def replace_figures(page: Path, text: str) -> None:
 
 def main() -> None:
     """Run the script."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RECORDING
+    folders = [Path(name) for name in sys.argv[1:]]
+    folders = folders or sorted(path.parent for path in RECORDINGS.glob(f"variants_*/{LADDER_FILE}"))
     try:
-        ladder = read_ladder(folder)
-        replace_figures(ROOT / "docs" / "variants.md", overview(ladder))
-        print("\n".join(write(ladder, ROOT / "docs" / "variants")))
+        if not folders:
+            raise WorkbenchError("no ladder is recorded; make one with scripts/h200_variants.sh on a GPU")
+        ladders = [read_ladder(folder) for folder in folders]
+        replace_figures(ROOT / "docs" / "variants.md", overviews(ladders))
+        for ladder in ladders:
+            print("\n".join(write(ladder, ROOT / "docs" / "variants")))
     except WorkbenchError as error:
         sys.exit(f"variant_pages: {error}")
 

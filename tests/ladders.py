@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from tests.runs import make_environment
@@ -64,6 +65,35 @@ def make_ladder(model: str = "ernie45_vl") -> Ladder:
         boundaries=_boundaries(),
         complete=True,
     )  # fmt: skip
+
+
+def make_glm_ladder() -> Ladder:
+    """Return a ladder of an encoder with one variant and D6: an image is wrong where videos are allowed."""
+    ladder = make_ladder("glm4_1v")
+    keep = {FALLBACK: FALLBACK, SERVED: SERVED, GRAPH: GRAPH, "resampler": "cu_seqlens_tail"}
+    image = _only(ladder.cases[1], keep)
+    *rest, graph, fixed = image.columns
+    wrong = msgspec.structs.replace(graph, parity=[_difference(150 * NOISE)], findings=["D6: offsets fall"])
+    fixed = msgspec.structs.replace(fixed, parity=[_difference(0.0)], against_graph=[_difference(150 * NOISE)])
+    beside = msgspec.structs.replace(
+        image, name="64 tokens, videos allowed", beside_videos=True, columns=[*rest, wrong, fixed]
+    )
+    video = msgspec.structs.replace(
+        image, name="video of 8 frames", modality="video", grids=[(4, 16, 16)], tokens=[256]
+    )
+    return msgspec.structs.replace(
+        ladder, cases=[video, beside, image], maps=ladder.maps[:1], boundaries=ladder.boundaries[:1], max_frames=16
+    )
+
+
+def _only(case: Case, names: dict[str, str]) -> Case:
+    """Return a case with the columns of `names` alone, called by its values."""
+    columns = [
+        msgspec.structs.replace(column, name=names[column.name], variants=[])
+        for column in case.columns
+        if column.name in names
+    ]
+    return msgspec.structs.replace(case, columns=columns)
 
 
 def write_ladder(folder: Path, model: str = "ernie45_vl") -> Ladder:

@@ -6,7 +6,7 @@ import msgspec
 import pandas as pd
 import pytest
 
-from tests.ladders import NOISE, make_counters, make_ladder, write_ladder
+from tests.ladders import NOISE, make_counters, make_glm_ladder, make_ladder, write_ladder
 from workbench import capturable, ladder
 from workbench.capturable import ALL, GRAPH, SERVED, Ladder, find_ladder
 from workbench.encoder import counters
@@ -22,6 +22,11 @@ from workbench.views import ladder_words as words
 @pytest.fixture(scope="module")
 def made() -> Ladder:
     return make_ladder()
+
+
+@pytest.fixture(scope="module")
+def of_glm() -> Ladder:
+    return make_glm_ladder()
 
 
 @pytest.fixture
@@ -285,12 +290,36 @@ def test_counters_in_words() -> None:
 
 
 def test_what_is_not_there_is_one_sentence() -> None:
-    assert ladder.missing(model_facts("ernie45_vl")) == (
-        "No ladder of ERNIE-4.5-VL is recorded here: `bash scripts/h200_variants.sh` makes it on an H200."
+    assert ladder.missing(model_facts("glm4_1v")) == (
+        "No ladder of GLM-4.1V is recorded here: `bash scripts/h200_variants.sh glm4_1v` makes it on an H200."
     )
-    assert "GLM-4.1V is recorded here: `workbench ladder` does not take this model yet." in ladder.missing(
-        model_facts("glm4_1v")
-    )
+
+
+# An encoder with one variant, whose graphs of vLLM take videos ------------------------------------------------------
+
+
+def test_the_only_variant_is_the_last_step(of_glm: Ladder) -> None:
+    assert ladder.last_step(["eager as served", "vLLM's graph", "a", "b", "a + b"]) is None
+    assert ladder.last_step(["eager as served", "a", "all variants"]) == "all variants"
+    case = ladder.one_image(of_glm)
+    assert case is not None
+    assert case.name == "64 tokens"
+    table = ladder.steps(case)
+    assert ladder.last_step(table["step"]) == "cu_seqlens_tail"
+    assert words.steps(table).startswith("With cu_seqlens_tail the call takes")
+    assert "saves most" not in words.steps(table)
+    assert words.inside_the_call(table).startswith("From vLLM's graph to cu_seqlens_tail the GPU's work")
+    assert words.calls(ladder.all_steps(of_glm)).startswith("*cu_seqlens_tail* is ")
+    assert list(ladder.source(of_glm)[2])[-1] == "cu_seqlens_tail, 64 tokens, median ms"
+
+
+def test_d6_is_told_from_its_distance_and_from_what_a_static_replay_saw(of_glm: Ladder) -> None:
+    every = ladder.all_steps(of_glm)
+    assert list(dict.fromkeys(every["call"])) == ["64 tokens", "64 tokens, videos allowed", "video of 8 frames"]
+    text = words.parity(every)
+    assert "Farthest from eager is vLLM's graph on 64 tokens, videos allowed: 150.00 times the floor." in text
+    assert text.endswith("In the buffers of vLLM's graph on *64 tokens, videos allowed*: D6: offsets fall.")
+    assert max(value for trace in figures.parity(every).data for value in drawn(trace)) == pytest.approx(150)
 
 
 def test_where_a_ladder_comes_from(made: Ladder) -> None:

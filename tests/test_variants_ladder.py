@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from tests.ladders import make_glm_ladder, make_ladder
 from workbench.capturable import ALL, FALLBACK, GRAPH, LADDER_FILE, SERVED, Ladder, read_ladder
 from workbench.cli import app
 from workbench.errors import WorkbenchError
@@ -251,3 +252,26 @@ def test_the_overview_has_a_row_for_every_call(written: list[Ladder], pages: Mod
     assert [row[0] for row in rows[2:]] == ["one", "over", "clip"]
     assert rows[3][3] == "fails"  # D1
     assert float(rows[2][1]) > 0
+
+
+def test_a_page_of_glm_shows_d6_before_and_its_fix(pages: ModuleType, tmp_path: Path) -> None:
+    ladder = make_glm_ladder()
+    page = tmp_path / "cu_seqlens_tail.md"
+    page.write_text("# Variant\n\n## Figures\n\nNot measured yet.\n")
+    assert pages.write(ladder, tmp_path) == ["cu_seqlens_tail"]
+    text = page.read_text()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    parity = {row[0]: row[-1] for row in cells[2:]}
+    assert parity["64 tokens, videos allowed"] == "150 → 0.00"
+    assert parity["64 tokens"] == parity["video of 8 frames"] == "bit-equal to the graph"
+    assert "where vLLM's graph is wrong, its distance stands in front" in " ".join(text.split())
+    assert "Before: vLLM's graph. GPU busy" in text  # which takes videos too
+
+
+def test_the_overview_has_a_heading_for_each_model(pages: ModuleType) -> None:
+    ernie, glm = make_ladder(), make_glm_ladder()
+    assert pages.overviews([ernie]) == pages.overview(ernie)
+    text = pages.overviews([ernie, glm])
+    assert [line for line in text.splitlines() if line[:1] == "#"] == ["### ERNIE-4.5-VL", "### GLM-4.1V"]
+    assert "| cu_seqlens_tail ms |" in text
+    assert "150 → 0.00" in text

@@ -10,12 +10,12 @@ Hardware counters have a table here too, since they answer the same question: ho
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import pandas as pd
 
-from workbench.capturable import ALL, GRAPH, SERVED, Boundary, Case, Column, Ladder, MappedModule, ModuleMap
+from workbench.capturable import ALL, FALLBACK, GRAPH, SERVED, Boundary, Case, Column, Ladder, MappedModule, ModuleMap
 from workbench.models import ModelFacts
 from workbench.run import ARM_TITLES
 from workbench.stats import ratio, summary
@@ -24,19 +24,27 @@ if TYPE_CHECKING:
     from workbench.encoder.counters import Counters
 
 OUTSIDE_MODULES = "outside any module"
-# How a model's ladder is made; only these have candidates and variants to measure.
-MAKERS = {"ernie45_vl": "`bash scripts/h200_variants.sh` makes it on an H200"}
 ALL_BLOCKS = "blocks.*"
 COMBINED = " + "  # between the variants of one column
 HEAVY = 0.02  # a module of a smaller share of the graph is not worth a name
 _BLOCK = re.compile(r"\bblocks\.\d+")
 # What the ladder calls vLLM's own graph, told apart from a variant's for people.
 _TITLES = {GRAPH: "vLLM's graph"}
+BASELINES = (SERVED, FALLBACK, _TITLES[GRAPH])
 
 
 def title(column: str) -> str:
     """Name a column for people: "vLLM's graph", "resampler + one_pass"."""
     return _TITLES.get(column, column.replace("+", COMBINED))
+
+
+def last_step(steps: Iterable[str]) -> str | None:
+    """Return the step with every variant of a model: "all variants", else the only variant that there is."""
+    names = list(dict.fromkeys(steps))
+    if title(ALL) in names:
+        return title(ALL)
+    alone = [name for name in names if name not in BASELINES and COMBINED not in name]
+    return alone[0] if len(alone) == 1 else None
 
 
 def source(ladder: Ladder) -> tuple[Literal["recorded", "static_replay"], str, dict[str, float]]:
@@ -47,18 +55,19 @@ def source(ladder: Ladder) -> tuple[Literal["recorded", "static_replay"], str, d
     case = one_image(ladder)
     if ladder.replay != "cuda_graph":
         return "static_replay", text, {}
-    timed = {column.name: column.wall_us for column in case.columns if column.wall_us} if case else {}
+    timed = {title(column.name): column.wall_us for column in case.columns if column.wall_us} if case else {}
     return "recorded", text, {
-        f"{title(name)}, {case.name}, median ms": summary(timed[name]).median / 1e3
-        for name in (SERVED, GRAPH, ALL)
+        f"{name}, {case.name}, median ms": summary(timed[name]).median / 1e3
+        for name in (SERVED, title(GRAPH), last_step(timed))
         if case and name in timed
     }  # fmt: skip
 
 
 def missing(facts: ModelFacts) -> str:
     """Say in a sentence that there is no ladder of a model, and how to make one."""
-    how = MAKERS.get(facts.key, "`workbench ladder` does not take this model yet")
-    return f"No ladder of {facts.title} is recorded here: {how}."
+    return (
+        f"No ladder of {facts.title} is recorded here: `bash scripts/h200_variants.sh {facts.key}` makes it on an H200."
+    )
 
 
 # The boundary -----------------------------------------------------------------------------------------------------
@@ -196,8 +205,8 @@ def steps(case: Case) -> pd.DataFrame:
     """One row per column of a case, in the ladder's order: un-profiled times, speed-ups of medians, GPU, parity.
 
     `busy` and `idle` are of the device in one traced call. `parity over noise` is the worst item's relative RMS against
-    eager as served over what rounding does to eager itself; `equals the graph`: bit for bit vLLM's graph. A column that
-    failed has its error and no numbers.
+    eager as served over what rounding does to eager itself; `equals the graph`: bit for bit vLLM's graph; `seen in the
+    buffers`: what static replays found wrong there. A column that failed has its error and no numbers.
     """
     samples = {column.name: column.wall_us for column in case.columns if column.wall_us}
     return _whole(pd.DataFrame([_step(case, column, samples) for column in case.columns]))
@@ -215,7 +224,7 @@ def _step(case: Case, column: Column, samples: dict[str, list[float]]) -> dict[s
     row |= {"busy ms": _ms(column.busy_us), "idle ms": _ms(column.idle_us), "traced ms": _ms(column.traced_us)}
     row |= {"GPU ops": column.ops, "nodes": column.nodes}
     row |= {"parity over noise": _over_noise(case, column), "equals the graph": _equals_graph(column)}
-    row["failed"] = column.error
+    row |= {"seen in the buffers": "; ".join(column.findings) or None, "failed": column.error}
     return row
 
 
@@ -240,8 +249,8 @@ def one_image(ladder: Ladder) -> Case | None:
 
 
 def in_order(ladder: Ladder) -> list[Case]:
-    """Return the cases, images before videos, each from few tokens to many."""
-    return sorted(ladder.cases, key=lambda case: (case.modality, sum(case.tokens)))
+    """Return the cases, images before those beside videos and videos last, each from few tokens to many."""
+    return sorted(ladder.cases, key=lambda case: (case.modality, case.beside_videos, sum(case.tokens)))
 
 
 def all_steps(ladder: Ladder) -> pd.DataFrame:

@@ -40,13 +40,16 @@ def speed(model: str, call: str, where: str, timed: pd.DataFrame, parts: pd.Data
     )
     case = None if climbed is None or climbed.replay != "cuda_graph" else ladder.one_image(climbed)
     rows = [] if case is None else ladder.steps(case).to_dict("records")
-    whole = next((row for row in rows if row["step"] == ladder.title(ALL) and pd.notna(row["vs vLLM's graph"])), None)
+    last = ladder.last_step(row["step"] for row in rows)
+    whole = next((row for row in rows if row["step"] == last and pd.notna(row["vs vLLM's graph"])), None)
     if whole is None:
         return f"{text}; what the variants win is not recorded."
     gain = whole["vs vLLM's graph"]
+    together = last == ladder.title(ALL)
+    who = "all variants together take" if together else f"with variant {last} it takes"
     return (
-        f"{text}, and all variants together take {whole['median ms']:.2f} ms, {gain:.2f} times as fast as the graph "
-        "measured beside them."
+        f"{text}, and {who} {whole['median ms']:.2f} ms, {gain:.2f} times as fast as the graph measured beside "
+        f"{'them' if together else 'it'}."
     )
 
 

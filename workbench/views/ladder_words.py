@@ -5,11 +5,10 @@ from typing import Any
 
 import pandas as pd
 
-from workbench.capturable import ALL, FALLBACK, GRAPH, SERVED
-from workbench.ladder import COMBINED, HEAVY, OUTSIDE_MODULES, title
+from workbench.capturable import ALL, GRAPH
+from workbench.ladder import BASELINES, COMBINED, HEAVY, OUTSIDE_MODULES, last_step, title
 
 _GRAPH, _ALL = title(GRAPH), title(ALL)
-_BASELINES = (SERVED, FALLBACK, _GRAPH)
 _VS_GRAPH = f"vs {_GRAPH}"
 Row = dict[Any, Any]
 
@@ -84,15 +83,16 @@ def roofline(tables: Sequence[pd.DataFrame]) -> str:
 def steps(table: pd.DataFrame) -> str:
     """From `ladder.steps`: all variants against both baselines, and the single variant that saves most."""
     timed = {row["step"]: row for row in _rows(table, "median ms")}
-    if _ALL not in timed or _GRAPH not in timed:
+    last = last_step(table["step"])
+    if last is None or last not in timed or _GRAPH not in timed:
         return "Not every step could be timed on this call; the table says why."
-    whole = timed[_ALL]
+    whole = timed[last]
     text = (
-        f"With all variants the call takes {whole['median ms']:.2f} ms, P99 {whole['P99 ms']:.2f}: "
+        f"With {last} the call takes {whole['median ms']:.2f} ms, P99 {whole['P99 ms']:.2f}: "
         f"**{whole['vs served']:.1f} times as fast as eager as served and {whole[_VS_GRAPH]:.2f} times as fast as "
         f"vLLM's graph** (medians, n = {whole['n']:.0f})."
     )
-    alone = [row for step, row in timed.items() if step not in (*_BASELINES, _ALL) and COMBINED not in step]
+    alone = [row for step, row in timed.items() if step not in (*BASELINES, last) and COMBINED not in step]
     if alone:
         best = min(alone, key=lambda row: float(row["median ms"]))
         saved = timed[_GRAPH]["median ms"] - best["median ms"]
@@ -103,25 +103,27 @@ def steps(table: pd.DataFrame) -> str:
 def inside_the_call(table: pd.DataFrame) -> str:
     """From `ladder.steps`: GPU busy and idle, and nodes, of vLLM's graph and of all variants."""
     rows = {row["step"]: row for row in _rows(table, "busy ms")}
-    if _ALL not in rows or _GRAPH not in rows:
+    last = last_step(table["step"])
+    if last is None or last not in rows or _GRAPH not in rows:
         return "Not every step could be traced on this call."
-    before, after = rows[_GRAPH], rows[_ALL]
+    before, after = rows[_GRAPH], rows[last]
     counted = not (pd.isna(before["nodes"]) or pd.isna(after["nodes"]))
     nodes = f", and the nodes of the graph from {before['nodes']} to {after['nodes']}" if counted else ""
     return (
-        f"From vLLM's graph to all variants the GPU's work goes from {before['busy ms']:.2f} to {after['busy ms']:.2f} "
+        f"From vLLM's graph to {last} the GPU's work goes from {before['busy ms']:.2f} to {after['busy ms']:.2f} "
         f"ms, its waiting inside the call from {before['idle ms']:.2f} to {after['idle ms']:.2f} ms{nodes}."
     )
 
 
 def calls(table: pd.DataFrame) -> str:
     """From `ladder.all_steps`: all variants on every call, where something is slower, what failed."""
-    whole = [row for row in _rows(table, "vs served") if row["step"] == _ALL]
+    last = last_step(table["step"])
+    whole = [row for row in _rows(table, "vs served") if row["step"] == last]
     if not whole:
         return "All variants together were not timed."
-    text = f"All variants together are {_range(whole, 'vs served')} times as fast as eager as served"
-    text += f" on {len(whole)} calls"
-    against = [row for row in _rows(table, _VS_GRAPH) if row["step"] == _ALL]
+    who = "All variants together are" if last == _ALL else f"*{last}* is"
+    text = f"{who} {_range(whole, 'vs served')} times as fast as eager as served on {len(whole)} calls"
+    against = [row for row in _rows(table, _VS_GRAPH) if row["step"] == last]
     if against:
         text += f" and {_range(against, _VS_GRAPH)} times as fast as vLLM's graph on the {len(against)} that it runs"
     slower = [
@@ -144,20 +146,23 @@ def _range(rows: Iterable[Row], column: str) -> str:
 
 
 def parity(table: pd.DataFrame) -> str:
-    """From `ladder.all_steps`: how many outputs are bit-equal, and the one that is farthest from eager."""
+    """From `ladder.all_steps`: how many outputs are bit-equal, which is farthest from eager, what the buffers held."""
     known = _rows(table, "parity over noise")
     if not known:
         return "The outputs have no distance to eager."
-    ours = [row for row in known if row["step"] not in _BASELINES]
+    ours = [row for row in known if row["step"] not in BASELINES]
     compared = [row for row in ours if isinstance(row["equals the graph"], bool)]
     equal = sum(row["equals the graph"] for row in compared)
     beyond = sum(row["parity over noise"] > 1 for row in ours)
     far = max(known, key=lambda row: float(row["parity over noise"]))
-    return (
+    text = (
         f"{equal} of {len(compared)} variants' calls equal vLLM's graph bit for bit; {beyond or 'none'} of {len(ours)} "
         f"lie beyond the noise floor. Farthest from eager is {far['step']} on {far['call']}: "
         f"{far['parity over noise']:.2f} times the floor."
     )
+    for row in _rows(table, "seen in the buffers"):
+        text += f" In the buffers of {row['step']} on *{row['call']}*: {row['seen in the buffers']}."
+    return text
 
 
 def hardware(table: pd.DataFrame) -> str:
