@@ -8,14 +8,18 @@ programming over the budgets finds the best choice. Calls of several items are p
 depends on the budgets, so there the same programming only starts a local search, from several configurations; the
 answer is the best one seen (`workbench.search`). Every configuration is priced on its exact packing.
 
+Among configurations of one price the one with the most items is taken, see `_roomiest`.
+
 How far the answer is from anything possible is stated by a bound: see `workbench.search_loops.bound`.
 
 Max frames is the third axis, for a workload with videos. The packer never looks at it; it decides how many sequences a
 graph holds and, as every dummy item of a capture has its share of the frames, how many tokens the graph computes. So
 it is chosen after the other two: the fewest computed tokens that hold every batch (`Setting.with_frames`), and
-configurations are priced by what their graphs compute, not by their budgets.
+configurations are priced by what their graphs compute, not by their budgets. Where images are served beside videos, it
+must not be above max items (D6), so max items is at least the most frames of a call.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +29,7 @@ import msgspec
 import numpy as np
 
 from workbench.budgets import Configuration, Limits, Resolved, check_values, generate_budgets, resolve
-from workbench.costs import CallCosts, CostModel, Objective, Prediction, sequence_squares
+from workbench.costs import CallCosts, CostModel, Objective, Prediction, computed, sequence_squares
 from workbench.errors import WorkbenchError
 from workbench.lint import Finding, lint
 from workbench.models import ModelFacts, model_facts
@@ -157,6 +161,7 @@ class Advice:
         findings: of the linter on the answer, with this workload.
         video_limit: of `--limit-mm-per-prompt` in the serve line; None for a model without video graphs.
         evaluations: configurations priced.
+        searched_items: max items of the search's answer; `answer` has as many or more, see `items_reason`.
     """
 
     workload: str
@@ -174,6 +179,18 @@ class Advice:
     findings: tuple[Finding, ...]
     video_limit: int | None
     evaluations: int
+    searched_items: int
+
+    @property
+    def items_reason(self) -> str | None:
+        """Why the answer has more max items than the search found; None where it has not."""
+        most = self.answer.max_items
+        if most == self.searched_items:
+            return None
+        return (
+            f"max items {most} instead of {self.searched_items}: predicted time, graphs and findings are the same for "
+            "these calls, and a busy server puts the items of several requests into a call"
+        )
 
     @property
     def above_bound(self) -> float:
@@ -196,6 +213,7 @@ class Advice:
         """Return the advice as plain data, the JSON of `workbench advise`."""
         return asdict(self) | {
             "above_bound": self.above_bound,
+            "items_reason": self.items_reason,
             "compilation_config": self.answer.configuration.compilation_config(),
             "serve_line": self.serve_line,
         }
@@ -232,9 +250,9 @@ def advise(
     starts = [(candidate.budgets, candidate.max_items) for candidate in baselines if candidate.budgets]
     found = find(study.space, starts, seed=seed, progress=progress)
     progress("explaining the answer", 0.95)
-    configuration = study.with_frames(found.budgets, found.max_items)
+    answer = _roomiest(study, study.candidate("advised", study.with_frames(found.budgets, found.max_items)))
+    configuration = answer.configuration
     plan = study.plan(configuration)
-    answer = study.candidate("advised", configuration, plan)
     advice = Advice(
         workload=workload.name,
         source=study.workload.source,
@@ -251,6 +269,7 @@ def advise(
         findings=lint(study.facts, configuration, study.limits, study.workload).findings,
         video_limit=study.limits.video_limit if "video" in study.facts.graph_modalities else None,
         evaluations=found.evaluations,
+        searched_items=found.max_items,
     )
     progress("done", 1.0)
     return advice
@@ -357,7 +376,26 @@ class Setting:
             captured=tuple(capture.capacity for capture in captures),
             buffer_bytes=sum(capture.bytes for capture in captures),
             waste=1 - int(plan.tokens[~plan.fallback].sum()) / replayed if replayed else None,
-            refused=failure(self.facts, plan),
+            refused=failure(self.facts, plan) or self._zeroed(resolved),
+        )
+
+    @property
+    def least_items(self) -> int:
+        """Max items that no server of images and videos may go below (D6): the most frames of a call; otherwise 1."""
+        calls, facts = self.workload, self.facts
+        videos = calls.is_video
+        if not videos.any() or videos.all() or not _zeroes_tails(facts):
+            return 1
+        frames = np.where(videos, calls.frames, 0)
+        return int(np.add.reduceat(frames, calls.offsets[:-1][np.diff(calls.offsets) > 0]).max())
+
+    def _zeroed(self, resolved: Resolved) -> str | None:
+        """Say that images are encoded wrongly."""
+        if self.workload.is_video.all() or not _zeroes_tails(self.facts) or resolved.max_frames <= resolved.max_items:
+            return None
+        return (
+            f"{resolved.max_frames:,} frames for {resolved.max_items:,} items: vLLM zeroes the rest of the sequence "
+            "buffer where images replay, and their embeddings are wrong (D6)"
         )
 
 
@@ -384,6 +422,11 @@ def failure(facts: ModelFacts, plan: Plan) -> str | None:
     return None
 
 
+def _zeroes_tails(facts: ModelFacts) -> bool:
+    """Whether D6 concerns the model: a sequence a frame, and no padding of its own."""
+    return facts.sequences == "frame" and not facts.extra.get("repeats_last_offset")
+
+
 @dataclass(frozen=True)
 class Study(Setting):
     """A workload ready to be priced under any configuration.
@@ -407,10 +450,10 @@ class Study(Setting):
         refused = judged.refused or unpriced
         prediction, objective, costs = None, None, None
         if refused is None:
-            computed = self.computed(plan)
+            graphs = computed(self.facts, plan)
             try:
-                costs = self.model.call_costs(computed)
-                prediction = self.model.predict(computed, costs)
+                costs = self.model.call_costs(graphs)
+                prediction = self.model.predict(graphs, costs)
                 values = {"mean": prediction.mean_us, "p99": prediction.p99_us, "gpu": prediction.gpu_mean_us}
                 objective = values[self.objective]
             except WorkbenchError as error:
@@ -425,18 +468,14 @@ class Study(Setting):
         )
         return candidate, costs
 
-    def computed(self, plan: Plan) -> Plan:
-        """The plan with each graph's budget replaced by the tokens that it computes, for its price."""
-        return replace(plan, resolved=replace(plan.resolved, budgets=self.captured(plan.resolved)))
-
     def _unpriced(self, judged: Candidate) -> str | None:
         """Say that frames make graphs larger than anything measured."""
         measured = int(self.model.replay.budgets[-1])
-        computed, budget = max(zip(judged.captured, judged.budgets, strict=True), key=lambda pair: pair[0] / pair[1])
-        if computed <= max(budget, measured):
+        size, budget = max(zip(judged.captured, judged.budgets, strict=True), key=lambda pair: pair[0] / pair[1])
+        if size <= max(budget, measured):
             return None
         return (
-            f"{judged.max_frames:,} frames make the graph of budget {budget:,} compute {computed:,} tokens (D2), more "
+            f"{judged.max_frames:,} frames make the graph of budget {budget:,} compute {size:,} tokens (D2), more "
             f"than the cost profile measured, {measured:,}"
         )
 
@@ -521,7 +560,13 @@ def open_study(
         return most_seconds is None or model.capture_seconds(budgets) <= most_seconds
 
     queues = distinct(arrangement, sequence_squares(arrangement))
-    space = Space(queues, tables, objective, constraints.max_graphs, affordable, covers)
+    least = setting.least_items
+    if least > tables.high:
+        raise WorkbenchError(
+            f"a call has {least:,} frames, and beside images that takes as many max items (D6), more than the largest "
+            f"budget of the cost profile, {tables.high:,}; advise for images and for videos apart"
+        )
+    space = Space(queues, tables, objective, constraints.max_graphs, affordable, covers, least)
     return Study(
         workload=setting.workload,
         facts=facts,
@@ -554,6 +599,52 @@ def cost_tables(model: CostModel, objective: Objective, largest: int, facts: Mod
         return Tables(base, slope, np.zeros(len(every)), eager, 0.0, 0.0, 0.0, low, high)
     host = model.host
     return Tables(base, slope, model.tail_us(every), eager, host.call_us, host.batch_us, host.item_us, low, high)
+
+
+def _roomiest(study: Study, found: Candidate) -> Candidate:
+    """Raise max items as far as nothing else changes: not the graphs, not the predicted time, not what lint finds.
+
+    Calls of the workload may hold fewer items than those of a busy server, whose scheduler encodes what all waiting
+    requests bring at once; for the workload's own calls the search cannot tell these configurations apart. Equal
+    means equal to the precision at which the search compares: the residuals' interval is an error of both alike, so a
+    predicted loss inside it is still a loss.
+
+    No more items than the largest budget can hold of the smallest item that the model makes, nor than the smallest
+    budget has tokens, and only numbers that divide all budgets, because others change the graphs (D3).
+    """
+    before, budgets = _concerns(study, found), found.budgets
+    most = min(budgets[0], budgets[-1] // _smallest_item(study))
+    shared = math.gcd(*budgets)
+    for items in range(most, found.max_items, -1):
+        if shared % items:
+            continue
+        one = study.candidate(found.name, study.with_frames(budgets, items))
+        if one.captured == found.captured and _no_worse(one, found) and _concerns(study, one) <= before:
+            return one
+    return found
+
+
+def _smallest_item(study: Study) -> int:
+    """Tokens of the smallest item: by the pixel limits of the workload's modalities, or of its own if smaller."""
+    facts, videos = study.facts, study.workload.is_video
+    served = [facts.limits[kind] for kind, there in (("image", not videos.all()), ("video", videos.any())) if there]  # type: ignore[index]
+    pixels = (facts.patch * facts.merge) ** 2
+    least = [one.min_pixels // (pixels * (facts.temporal_patch if one.counts_frames else 1)) for one in served]
+    return max(1, min(*least, int(study.workload.tokens.min())))
+
+
+def _no_worse(one: Candidate, other: Candidate) -> bool:
+    """Whether `one` can be served and is predicted to take no longer, to a millionth of a microsecond."""
+    if one.prediction is None or other.prediction is None or one.objective_us is None or other.objective_us is None:
+        return False
+    pairs = (one.objective_us, other.objective_us), (one.prediction.mean_us, other.prediction.mean_us)
+    return all(round(mine, 6) <= round(its, 6) for mine, its in pairs)
+
+
+def _concerns(study: Study, one: Candidate) -> set[tuple[str, int | None]]:
+    """Rule and budget of what the linter finds above information."""
+    found = lint(study.facts, one.configuration, study.limits, study.workload).findings
+    return {(finding.rule, finding.budget) for finding in found if finding.severity != "info"}
 
 
 # Why ----------------------------------------------------------------------------------------------------------------
@@ -604,10 +695,10 @@ def _without(study: Study, answer: Candidate, position: int) -> float | None:
 
 def _eager_faster(study: Study, resolved: Resolved) -> Iterator[EagerItem]:
     """Token counts that eager as served encodes faster, alone in a call, than the graph that holds them."""
-    kinds, counts = np.unique(study.arrangement.tokens, return_counts=True)
-    held = kinds[kinds <= resolved.budgets[-1]]
+    items = np.column_stack([study.arrangement.tokens, sequence_squares(study.arrangement)])
+    kinds, counts = np.unique(items[items[:, 0] <= resolved.budgets[-1]], axis=0, return_counts=True)
+    held, squares = kinds[:, 0].astype(np.int64), kinds[:, 1]
     budgets = np.array(resolved.budgets, np.int64)[np.searchsorted(resolved.budgets, held)]
-    squares = (held * 4.0) ** 2
     model = study.model
     try:
         eager = model.eager_us(held, "eager_served")

@@ -1,5 +1,6 @@
 """Several configurations timed on the same calls in one process, and predictions set beside what was measured."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,20 +8,25 @@ import numpy as np
 import numpy.typing as npt
 
 from workbench.budgets import Resolved
-from workbench.costs import CallCosts, CostModel
+from workbench.costs import CallCosts, CostModel, computed
 from workbench.errors import WorkbenchError
 from workbench.files import read_versioned
-from workbench.planner import plan
+from workbench.models import model_facts
+from workbench.planner import Arrangement, Plan, arrange, pack
 from workbench.run import CaptureCost, Environment, ModelRecord, Record, Replay
 
 SCHEMA_VERSION = 1
 
 
 class CallTiming(Record, frozen=True):
-    """Un-profiled wall time of one call per repeat, microseconds; no samples where it failed."""
+    """Un-profiled wall time of one call per repeat, microseconds; no samples where it failed.
+
+    `frames` is the grid's t of each item of a call of videos; empty for images.
+    """
 
     tokens: list[int]
     wall_us: list[float]
+    frames: list[int] = []
 
 
 class ConfigurationTiming(Record, frozen=True):
@@ -31,6 +37,12 @@ class ConfigurationTiming(Record, frozen=True):
     max_items: int
     capture: list[CaptureCost]
     calls: list[CallTiming]
+    max_frames: int = 0
+
+    @property
+    def resolved(self) -> Resolved:
+        """The configuration that its manager ran with."""
+        return Resolved(tuple(self.budgets), self.max_items, self.max_frames)
 
 
 class Comparison(Record, frozen=True):
@@ -96,6 +108,8 @@ class CheckRow:
 def check(model: CostModel, comparisons: Comparisons, *, replays_only: bool = False) -> list[CheckRow]:
     """Predict every configuration of `comparisons` and set it beside what was measured.
 
+    No row for a configuration whose frames make its graphs larger than the largest measured budget.
+
     Args:
         replays_only: leave out calls with an eager fallback (their time varies from run to run).
 
@@ -116,16 +130,34 @@ def check(model: CostModel, comparisons: Comparisons, *, replays_only: bool = Fa
     return rows
 
 
+def arrange_calls(calls: Sequence[CallTiming]) -> Arrangement:
+    """The calls that were timed, in packing order."""
+    tokens = np.array([n for call in calls for n in call.tokens], dtype=np.int64)
+    frames = [n for call in calls for n in call.frames or [1] * len(call.tokens)]
+    videos = any(call.frames for call in calls)
+    return arrange(tokens, np.cumsum([0, *(len(call.tokens) for call in calls)]), frames if videos else None)
+
+
+def planned(model: str, timing: ConfigurationTiming) -> Plan:
+    """The batches of a measured configuration, as they are priced: with the tokens that each graph computes."""
+    return computed(model_facts(model), pack(arrange_calls(timing.calls), timing.resolved))
+
+
 def predicted_calls(model: CostModel, timing: ConfigurationTiming) -> CallCosts:
-    """Price the calls of one measured configuration."""
-    tokens = np.array([n for call in timing.calls for n in call.tokens], dtype=np.int64)
-    offsets = np.cumsum([0, *(len(call.tokens) for call in timing.calls)]).astype(np.int64)
-    resolved = Resolved(tuple(timing.budgets), timing.max_items, max_frames=0)
-    return model.call_costs(plan(tokens, offsets, resolved))
+    """Price the calls of one measured configuration.
+
+    Raises:
+        WorkbenchError: a graph that was used is outside the measured range.
+    """
+    return model.call_costs(planned(model.profile.model.key, timing))
 
 
 def _row(model: CostModel, workload: str, timing: ConfigurationTiming, replays_only: bool) -> CheckRow | None:
-    costs = predicted_calls(model, timing)
+    largest = int(model.replay.budgets[-1])
+    graphs = planned(model.profile.model.key, timing)
+    if int(graphs.budget.max(initial=0)) > max(largest, max(timing.budgets)):
+        return None  # frames make graphs larger than anything that was measured: D2
+    costs = model.call_costs(graphs)
     ran = np.array([bool(call.wall_us) for call in timing.calls])
     kept = ran & costs.replays_only if replays_only else ran
     if not kept.any():

@@ -6,8 +6,9 @@ The model is additive, every term measured on its own (`workbench.encoder.calibr
 
 * `replay(budget, q)` is the GPU time of one graph replay. A graph always computes every row of its budget, so
   all layers but attention cost the same at any fill; attention runs over the valid sequences only and grows with
-  q, the sum of squared sequence lengths in patches: replay = base(budget) + slope(budget) * q. Between measured
-  budgets both are interpolated linearly; outside them the model refuses.
+  q, the sum of squared sequence lengths in patches (of a video, each frame is a sequence): replay = base(budget) +
+  slope(budget) * q. Between measured budgets both are interpolated linearly; outside them the model refuses. Where
+  max items or max frames make a graph compute more tokens than its budget says, those count (`computed`).
 * `tail(tokens)` is what follows a replay eagerly (Ernie's resampler), host and GPU, interpolated in tokens.
 * `call_us`, `batch_us`, `item_us` are host costs, fitted to whole calls by least absolute deviations. They absorb
   overlaps of host and GPU, so `batch_us` may be negative, where a replay hides the launches of what follows it; the
@@ -18,7 +19,7 @@ The interval of a prediction is the spread of the relative residuals of the cali
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -28,15 +29,17 @@ import numpy.typing as npt
 
 from workbench.errors import WorkbenchError
 from workbench.files import read_versioned
+from workbench.models import MODELS, ModelFacts
 from workbench.planner import FALLBACK, PATCHES_PER_TOKEN, Arrangement, Plan
 from workbench.run import ARMS, RECORDINGS, Arm, Environment, ModelRecord, Record, Replay
+from workbench.shapes import captured_shapes
 
 SCHEMA_VERSION = 1
 REWEIGHTED = 60  # steps of the fit by least absolute deviations
 INTERVAL = (0.05, 0.95)  # quantiles of the calibration residuals that a prediction's interval spans
 
-# Profiles that ship with the workbench, by model; `scripts/h200_costs.sh` makes them.
-SHIPPED = {"ernie45_vl": RECORDINGS / "costs_h200_ernie45_vl" / "profile.json"}
+# Where a profile that ships with the workbench lies, by model, if there is one; `scripts/h200_costs.sh` makes them.
+SHIPPED = {model: RECORDINGS / f"costs_h200_{model}" / "profile.json" for model in MODELS}
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -67,7 +70,10 @@ class EagerPoint(Record, frozen=True):
 
 
 class BatchShape(Record, frozen=True):
-    """What the cost of one replay depends on: `squares` is the sum of squared sequence lengths in patches."""
+    """What the cost of one replay depends on.
+
+    `budget` is the tokens that its graph computes, `squares` the sum of squared sequence lengths in patches.
+    """
 
     budget: int
     items: int
@@ -90,6 +96,27 @@ class MemoryPoint(Record, frozen=True):
     first: bool
     seconds: float
     bytes: int | None
+
+
+class FramesPoint(Record, frozen=True):
+    """What max frames does to a graph of videos, captured alone: its size, its capture, one replay of a full video.
+
+    Attributes:
+        budget, max_items, max_frames: of the graph.
+        computed: tokens that it computes, whatever it holds.
+        sequences: of the video, in patches: one a frame.
+        seconds, bytes: of the capture; no memory without CUDA.
+        gpu_us: samples of the replay.
+    """
+
+    budget: int
+    max_items: int
+    max_frames: int
+    computed: int
+    sequences: list[int]
+    seconds: float
+    bytes: int | None
+    gpu_us: list[float]
 
 
 @dataclass(frozen=True)
@@ -119,6 +146,7 @@ class CostProfile(Record, frozen=True):
     calls: list[CallPoint]
     captures: list[MemoryPoint]
     seed: int
+    frames: list[FramesPoint] = []  # of a model with graphs for videos
 
     @property
     def title(self) -> str:
@@ -451,6 +479,12 @@ def sequence_squares(arrangement: Arrangement) -> Floats:
     patches = arrangement.tokens.astype(np.float64) * PATCHES_PER_TOKEN
     squares = patches * patches
     return squares if arrangement.frames is None else np.asarray(squares / np.maximum(arrangement.frames, 1))
+
+
+def computed(facts: ModelFacts, plan: Plan) -> Plan:
+    """The plan with each graph's budget replaced by the tokens that it computes, which is what a replay costs."""
+    tokens = tuple(capture.capacity for capture in captured_shapes(facts, plan.resolved))
+    return replace(plan, resolved=replace(plan.resolved, budgets=tokens))
 
 
 def fit_host(calls: list[CallPoint], replays: list[ReplayPoint], tails: list[TailPoint]) -> HostCosts:

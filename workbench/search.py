@@ -48,6 +48,7 @@ class Space:
         max_graphs: most budgets.
         affordable: whether budgets meet the other constraints.
         covers: every item must fit a budget.
+        least_items: fewest max items.
     """
 
     queues: Queues
@@ -56,6 +57,7 @@ class Space:
     max_graphs: int
     affordable: Callable[[tuple[int, ...]], bool]
     covers: bool
+    least_items: int = 1
 
     @property
     def largest_item(self) -> int:
@@ -94,6 +96,8 @@ class Space:
         budgets, max_items = point
         if not budgets or len(budgets) > self.max_graphs or budgets[0] < max(max_items, self.tables.low):
             return False
+        if max_items < self.least_items:
+            return False
         if budgets[-1] > self.tables.high or (self.covers and budgets[-1] < self.largest_item):
             return False
         return self.affordable(budgets)
@@ -121,7 +125,7 @@ def find(space: Space, starts: list[Point], *, seed: int = 0, progress: Progress
     Raises:
         WorkbenchError: no configuration meets the constraints.
     """
-    chosen = one_item_choices(space) if space.single else []
+    chosen = one_item_choices(space) if space.single and space.least_items == 1 else []
     if chosen and space.objective != "p99":
         best = min(chosen, key=lambda point: space.score(point, space.queues))
         if space.allowed(best):
@@ -190,6 +194,9 @@ class _Walk:
         # One of them above the most items of a call, where it divides budgets that the most does not.
         above = next((n for n in ITEMS if n >= most), most)
         tried = {n for n in ITEMS if n < most} | {most, above}
+        least = space.least_items
+        if least > 1:
+            tried = {n for n in tried if n > least} | {least, *[n for n in ITEMS if n > least][:2]}
         self.items = sorted(n for n in tried if n <= space.tables.high)
 
     @property
@@ -233,7 +240,7 @@ class _Walk:
     def _repaired(self, point: Point) -> Point:
         """The nearest configuration of this form: multiples of max items, measured, the largest item held."""
         budgets, max_items = point
-        max_items = max(1, min(max_items, self.items[-1]))
+        max_items = max(self.items[0], min(max_items, self.items[-1]))
         largest = self.space.largest_item if self.space.covers else budgets[-1]
         return self._rounded([*budgets, max(budgets[-1], largest)], max_items), max_items
 

@@ -99,6 +99,8 @@ def _show(console: "Console", advice: "Advice") -> None:
     )
     _show_candidates(console, [advice.answer, *advice.baselines])
     _show_reasons(console, advice)
+    if advice.items_reason:
+        console.print(advice.items_reason, markup=False)
     for item in advice.eager_faster:
         console.print(
             f"eager as served is faster for items of {item.tokens:,} tokens ({item.items:,} of them): "

@@ -32,6 +32,7 @@ def calibrate(
     budgets: Annotated[str, Option(help="Budgets to time like 64,128,4096; empty: a dense list from 64 to 4096.")] = "",
     check: Annotated[Path | None, Option(help="Also time random configurations, other workloads.")] = None,
     configurations: Annotated[int, Option(help="Random configurations of --check.")] = 12,
+    calls: Annotated[int, Option(help="Calls of each workload of --check.")] = 12,
     samples: Annotated[int, Option(help="Samples per point.")] = 8,
     depth: Depth = None,
     width: Width = None,
@@ -45,9 +46,13 @@ def calibrate(
     from workbench.encoder import calibrate as meter
     from workbench.encoder.session import SessionOptions, open_session
     from workbench.files import write_json
+    from workbench.models import model_facts
     from workbench.progress import progress_bar
 
-    options = SessionOptions(model=model, depth=depth, width=width, device=device, seed=seed)
+    videos = "video" in model_facts(model).graph_modalities
+    options = SessionOptions(
+        model=model, depth=depth, width=width, device=device, seed=seed, video_limit=1 if videos else 0
+    )
     chosen = parse_budgets(budgets) or meter.BUDGETS
     meter.check_budgets(chosen)
     effort = meter.Effort(samples=samples)
@@ -57,7 +62,7 @@ def calibrate(
         write_json(out, profile)
         if check is not None:
             measured = meter.check_held_out(
-                session, chosen, configurations=configurations, seed=seed + 1, progress=progress
+                session, chosen, configurations=configurations, calls=calls, seed=seed + 1, progress=progress
             )
             comparisons = meter.stored("held-out", profile.environment, measured)
             write_json(check, comparisons)
@@ -104,6 +109,17 @@ def compare(
     facts = model_facts(model)
     named = dict(parse_named(text) for text in config)
     priced = None if profile is None else CostModel(read_profile(profile, model))
+    loaded = [load_workload(name, facts) for name in workload]
+    # A server's, for each workload: without videos where it has none.
+    servers = [
+        Limits.of(
+            facts,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            video_limit=int(one.is_video.any()),
+        )
+        for one in loaded
+    ]
     options = SessionOptions(
         model=model,
         depth=depth,
@@ -112,20 +128,24 @@ def compare(
         seed=seed,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
+        video_limit=max(limits.video_limit for limits in servers),
     )
-    limits = Limits.of(facts, max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens, video_limit=0)
-    loaded = [load_workload(name, facts) for name in workload]
     constraints = Constraints(max_graphs=max_graphs)
-    chosen = [configurations_for(one, named, priced, limits, constraints=constraints, cover=cover) for one in loaded]
+    chosen = [
+        configurations_for(one, named, priced, limits, constraints=constraints, cover=cover)
+        for one, limits in zip(loaded, servers, strict=True)
+    ]
     machine = environment()
     measured = []
     with progress_bar() as progress, open_session(options, meter.IDLE) as session:
-        for one, configurations in zip(loaded, chosen, strict=True):
+        for one, limits, configurations in zip(loaded, servers, chosen, strict=True):
+            grids, modalities = meter.first_calls_of_both(one, calls)
             measured.append(
                 meter.compare(
                     session,
-                    configurations,
-                    meter.first_calls(one, calls),
+                    configurations if limits.video_limit else meter.without_videos(configurations),
+                    grids,
+                    modalities=modalities,
                     repeats=repeats,
                     warmup=warmup,
                     seed=seed,

@@ -4,22 +4,26 @@
   two synchronises, captures by time and memory.
 * `compare` times several configurations on the same calls in one process, in ABBA order, nothing profiled.
 
+A model with graphs for videos is measured with both, in a session whose video limit is not 0. Its graphs have as many
+frames as items wherever images replay, because vLLM 0.33 zeroes part of `cu_seqlens` otherwise (D6).
+
 On a machine without CUDA the same code runs on static replays; the profile then says so and prices that machine only.
-Sizes are in output tokens; one token is `merge` squared patches.
+Sizes are in output tokens; one token is `merge` squared patches. Frames are those of the grid, after temporal merging.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 import workbench
 from workbench import comparison
-from workbench.budgets import Configuration
+from workbench.budgets import Configuration, Resolved, resolve
 from workbench.comparison import CallTiming, Comparison, Comparisons, ConfigurationTiming
 from workbench.costs import (
     SCHEMA_VERSION,
@@ -27,6 +31,7 @@ from workbench.costs import (
     CallPoint,
     CostProfile,
     EagerPoint,
+    FramesPoint,
     MemoryPoint,
     ReplayPoint,
     TailPoint,
@@ -35,9 +40,11 @@ from workbench.environment import environment
 from workbench.errors import WorkbenchError
 from workbench.progress import Progress, silent
 from workbench.run import Arm, CaptureCost, Environment
+from workbench.shapes import captured_shapes
 
 if TYPE_CHECKING:
     from workbench.encoder.session import EncoderInputs, EncoderSession, Grid
+    from workbench.models import Modality
     from workbench.workload import Workload
 
 # To open a session with, when other managers do the work.
@@ -48,19 +55,35 @@ BUDGETS = (*range(64, 1024, 32), *range(1024, 2048, 64), *range(2048, 4096, 128)
 MAX_ITEMS = 16  # of the manager whose replays are timed; at most the smallest budget
 EAGER_TOKENS = (64, 256, 1024, 2048, 4096)
 CALL_TOKENS = 4096  # largest budget of the random configurations whose whole calls are timed
+CALL_ITEM = 1024  # largest item of a random call: in the time of a larger one the host's share is lost
 MANY_TOKENS = 96  # largest of many small images in a random call
+CALL_ITEMS = (1, 2, 4, 8, 16, 32)  # max items of random configurations
 FIRST_CAPTURES = 4  # managers of one budget each, whose capture shows what the activations take
+VIDEO_FRAMES = 8  # of a video that is timed; in calls, the most
+# Graphs of videos that are captured alone: budgets, max items, max frames; vLLM's own frames come on top.
+FRAMES_BUDGETS, FRAMES_ITEMS, FRAMES_TIMED = (64, 256, 1024), 4, (4, 16, 64)
+CLIPS = "clips"  # the held-out workload of videos
+CPU_COMPUTED = 1024  # a static replay of vLLM's own frames takes a minute and says nothing of a GPU's
+FEWEST = 3  # samples of a point, however long they take
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: samples per point; for the host terms, configurations, calls of each, samples per call."""
+    """How much is measured.
+
+    Attributes:
+        samples, warmup: of a point; once `point_us` microseconds are spent on it, no more than `FEWEST` samples.
+        configurations, calls, call_samples: for the host terms: configurations, calls of each, samples of a call.
+        most_computed: tokens of the largest graph whose frames are studied; on a CPU at most `CPU_COMPUTED`.
+    """
 
     samples: int = 5
     warmup: int = 1
     configurations: int = 6
     calls: int = 16
     call_samples: int = 5
+    point_us: float = 150_000.0
+    most_computed: int = 40_000
 
 
 def calibrate(
@@ -86,22 +109,29 @@ def calibrate(
     check_budgets(budgets)
     effort = effort or Effort()
     machine = environment()
-    configuration = Configuration(tuple(sorted(set(budgets))), min(MAX_ITEMS, min(budgets)))
     meter = _Meter(session, effort, np.random.default_rng(seed))
-    captures = meter.first_captures(configuration.budgets)
-    with session.alongside(configuration) as manager, session.using(manager, configuration):
+    configuration = meter.configuration(tuple(sorted(set(budgets))), min(MAX_ITEMS, min(budgets)))
+    captures = meter.first_captures(configuration)
+    replays: list[ReplayPoint] = []
+    with ExitStack() as stack:
+        manager = stack.enter_context(session.alongside(configuration))
+        stack.enter_context(session.using(manager, configuration))
         progress("capturing", 0.05)
         captures += [_memory(cost, first=i == 0) for i, cost in enumerate(session.capture())]
-        replays = []
+        calls = _Calls(meter, stack, [b for b in configuration.budgets if b <= CALL_TOKENS] or configuration.budgets)
+        due = np.linspace(0, len(configuration.budgets), effort.call_samples).round()
         for done, budget in enumerate(configuration.budgets):
-            progress(f"timing replays of budget {budget}", 0.1 + 0.4 * done / len(configuration.budgets))
+            calls.time(int((due == done).sum()))
+            progress(f"timing replays of budget {budget}", 0.1 + 0.6 * done / len(configuration.budgets))
             replays += meter.replays(budget)
-        progress("timing what follows a replay", 0.5)
+        progress("timing what follows a replay", 0.7)
         tails = meter.tails(configuration.budgets)
-        progress("timing eager items", 0.6)
+        progress("timing eager items", 0.75)
         eager = meter.eager(configuration.budgets)
-    progress("timing whole calls", 0.7)
-    calls = meter.calls([b for b in configuration.budgets if b <= CALL_TOKENS] or configuration.budgets)
+        progress("timing whole calls", 0.8)
+        calls.time(int((due == len(configuration.budgets)).sum()))
+    progress("timing frames", 0.9)
+    frames = meter.frames() if meter.videos else []
     progress("done", 1.0)
     return CostProfile(
         schema_version=SCHEMA_VERSION,
@@ -113,9 +143,10 @@ def calibrate(
         replays=replays,
         tails=tails,
         eager=eager,
-        calls=calls,
+        calls=calls.points(),
         captures=captures,
         seed=seed,
+        frames=frames,
     )
 
 
@@ -139,6 +170,12 @@ def image_grid(tokens: int, merge: int = 2) -> "Grid":
     return (1, merge * rows, merge * (tokens // rows))
 
 
+def video_grid(tokens: int, frames: int, merge: int = 2) -> "Grid":
+    """A (t, h, w) grid of one video of `frames` frames with `tokens` output tokens, a multiple of `frames`."""
+    _, height, width = image_grid(tokens // frames, merge)
+    return (frames, height, width)
+
+
 class _Meter:
     """Times parts of an open session."""
 
@@ -146,38 +183,60 @@ class _Meter:
         self.session = session
         self.effort = effort
         self.random = random
+        self.videos = takes_videos(session)
 
-    def inputs(self, tokens: Sequence[int]) -> "EncoderInputs":
-        """Images of these many tokens each."""
+    def configuration(self, budgets: tuple[int, ...], max_items: int, frames: int = 1) -> Configuration:
+        """A configuration of the session's model; `frames` of each item where it takes videos."""
+        return Configuration(budgets, max_items, frames * max_items if self.videos else None)
+
+    def inputs(self, tokens: Sequence[int], frames: Sequence[int] | None = None) -> "EncoderInputs":
+        """Images of these many tokens each, or videos of so many frames."""
         merge = self.session.facts.merge
-        return self.session.inputs([image_grid(n, merge) for n in tokens], "image", int(self.random.integers(2**31)))
+        seed = int(self.random.integers(2**31))
+        if frames is None:
+            return self.session.inputs([image_grid(n, merge) for n in tokens], "image", seed)
+        grids = [video_grid(n, t, merge) for n, t in zip(tokens, frames, strict=True)]
+        return self.session.inputs(grids, "video", seed)
 
     def wall(self, work: Callable[[], object]) -> list[float]:
         """Host microseconds of `work` between two synchronises, per sample."""
-        for _ in range(self.effort.warmup):
-            work()
-        return [_wall_us(self.session, work) for _ in range(self.effort.samples)]
+        return self._samples(lambda: _wall_us(self.session, work))
 
-    def first_captures(self, budgets: Sequence[int]) -> list[MemoryPoint]:
+    def _samples(self, measure: Callable[[], float]) -> list[float]:
+        for _ in range(self.effort.warmup):
+            measure()
+        samples: list[float] = []
+        while len(samples) < self.effort.samples and (len(samples) < FEWEST or sum(samples) < self.effort.point_us):
+            samples.append(measure())
+        return samples
+
+    def first_captures(self, configuration: Configuration) -> list[MemoryPoint]:
         """Capture single budgets into pools of their own; nothing on a machine without CUDA, which has no pool."""
         if self.session.replay != "cuda_graph":
             return []
         points = []
+        budgets = configuration.budgets
         for index in np.unique(np.linspace(0, len(budgets) - 2, FIRST_CAPTURES).astype(int)):
-            configuration = Configuration((budgets[index],), 1)
-            with self.session.alongside(configuration) as manager, self.session.using(manager, configuration):
+            one = self.configuration((budgets[index],), configuration.max_items)
+            with self.session.alongside(one) as manager, self.session.using(manager, one):
                 points += [_memory(cost, first=True) for cost in self.session.capture()]
         return points
 
     def replays(self, budget: int) -> list[ReplayPoint]:
-        """Time the graph of `budget` holding one item, one of half its size, and as many equal ones as may be."""
-        merge = self.session.facts.merge
+        """Time the graph of `budget` holding one item, one of half its size, as many equal ones as may be, a video."""
         most = self.session.manager.max_batch_size
-        points = []
-        for tokens in ([budget], [max(budget // 2, 1)], [budget // most] * most):
-            samples = self._replay_us(budget, self.inputs(tokens))
-            points.append(ReplayPoint(budget=budget, sequences=[n * merge**2 for n in tokens], gpu_us=samples))
-        return points
+        held = [self.inputs(tokens) for tokens in ([budget], [max(budget // 2, 1)], [budget // most] * most)]
+        if self.videos:
+            held.append(self._video(budget, most))
+        return [
+            ReplayPoint(budget=budget, sequences=_sequences(inputs), gpu_us=self._replay_us(budget, inputs))
+            for inputs in held
+        ]
+
+    def _video(self, budget: int, slots: int) -> "EncoderInputs":
+        """One video that fills `budget`."""
+        frames = min(VIDEO_FRAMES, slots, budget)
+        return self.inputs([budget // frames * frames], [frames])
 
     def _replay_us(self, budget: int, inputs: "EncoderInputs") -> list[float]:
         """Fill the buffers of `budget` through vLLM's own copy, then time replays alone."""
@@ -189,9 +248,33 @@ class _Meter:
             graph = session.manager.budget_graphs["default"][budget].graph
             if session.replay != "cuda_graph":
                 return self.wall(graph.replay)
-            for _ in range(self.effort.warmup):
-                graph.replay()
-            return [_event_us(session, graph.replay) for _ in range(self.effort.samples)]
+            return self._samples(lambda: _event_us(session, graph.replay))
+
+    def frames(self) -> list[FramesPoint]:
+        """Capture graphs alone that differ in their frames, and time a full video in each."""
+        session, points = self.session, []
+        most = self.effort.most_computed if session.replay == "cuda_graph" else CPU_COMPUTED
+        for configuration, computed in frames_studied(session, min(most, self.effort.most_computed)):
+            (budget,), slots = configuration.budgets, configuration.max_frames or 1
+            with session.alongside(configuration) as manager, session.using(manager, configuration):
+                try:
+                    (cost,) = session.capture()
+                except WorkbenchError:
+                    continue  # more memory than the device has: its size is known all the same, see `workbench lint`
+                inputs = self._video(budget, FRAMES_TIMED[0])  # the same one in all of them
+                points.append(
+                    FramesPoint(
+                        budget=budget,
+                        max_items=configuration.max_items,
+                        max_frames=slots,
+                        computed=computed,
+                        sequences=_sequences(inputs),
+                        seconds=cost.seconds,
+                        bytes=cost.pool_bytes,
+                        gpu_us=self._replay_us(budget, inputs),
+                    )
+                )
+        return points
 
     def tails(self, budgets: Sequence[int]) -> list[TailPoint]:
         """Time the postprocess phase of calls of one item."""
@@ -209,7 +292,7 @@ class _Meter:
         return points
 
     def eager(self, budgets: Sequence[int]) -> list[EagerPoint]:
-        """Time both eager arms on single items, in turn."""
+        """Time both eager arms on single images, in turn."""
         arms: tuple[Arm, ...] = ("eager_served", "eager_fallback")
         run: dict[str, Callable[[EncoderInputs], object]] = {
             "eager_served": self.session.eager_served,
@@ -217,49 +300,30 @@ class _Meter:
         }
         points = []
         for tokens in [n for n in EAGER_TOKENS if n <= max(budgets)] or [max(budgets)]:
-            inputs = self.inputs([tokens])
-            timed = _alternate(self.session, run, inputs, self.effort.samples, self.effort.warmup)
-            points += [EagerPoint(arm=arm, tokens=tokens, wall_us=timed[arm]) for arm in arms]
+            timed = _alternate(self.session, run, [self.inputs([tokens])], self.effort.samples, self.effort.warmup)
+            points += [EagerPoint(arm=arm, tokens=tokens, wall_us=timed[arm][0]) for arm in arms]
         return points
 
-    def calls(self, budgets: Sequence[int]) -> list[CallPoint]:
-        """Time random calls under random configurations, so that call, batch and item costs can be told apart.
-
-        In rounds over all of them, so that every call's samples are spread over the whole time: a host's speed drifts.
-        """
-        with ExitStack() as stack:
-            work: list[tuple[Callable[[EncoderInputs], object], EncoderInputs, list[BatchShape]]] = []
-            for _ in range(self.effort.configurations):
-                configuration = random_configuration(self.random, budgets)
-                manager = stack.enter_context(self.session.alongside(configuration))
-                with self.session.using(manager, configuration):
-                    self.session.capture()
-                    for _ in range(self.effort.calls):
-                        inputs = self.inputs(random_call(self.random, configuration.budgets[-1]))
-                        shapes = self._shapes(inputs)  # also the warm-up
-                        work.append((_graph_arm(self.session, manager, configuration), inputs, shapes))
-            rounds = [[self._both_us(arm, inputs) for arm, inputs, _ in work] for _ in range(self.effort.call_samples)]
-        return [
-            CallPoint(batches=shapes, wall_us=[wall for wall, _ in samples], host_us=[host for _, host in samples])
-            for (_, _, shapes), samples in zip(work, zip(*rounds, strict=True), strict=True)
-        ]
-
-    def _shapes(self, inputs: "EncoderInputs") -> list[BatchShape]:
+    def shapes(self, inputs: "EncoderInputs") -> list[BatchShape]:
         """Encode once and return the batches that were replayed."""
-        patches = [n * self.session.facts.merge**2 for n in inputs.tokens]
+        manager = self.session.manager
+        resolved = Resolved(tuple(manager.token_budgets), manager.max_batch_size, manager.max_frames_per_batch)
+        captures = captured_shapes(self.session.facts, resolved)
+        computed = {capture.budget: capture.capacity for capture in captures}
+        squares = [t * (h * w) ** 2 for t, h, w in inputs.grids]
         with self.session.watch() as batches:
             self.session.graph(inputs)
         return [
             BatchShape(
-                budget=batch.budget or 0,
+                budget=computed[batch.budget or 0],
                 items=len(batch.items),
                 tokens=batch.tokens,
-                squares=sum(patches[i] ** 2 for i in batch.items),
+                squares=sum(squares[i] for i in batch.items),
             )
             for batch in batches
         ]
 
-    def _both_us(self, arm: Callable[["EncoderInputs"], object], inputs: "EncoderInputs") -> tuple[float, float]:
+    def both_us(self, arm: Callable[["EncoderInputs"], object], inputs: "EncoderInputs") -> tuple[float, float]:
         """Microseconds until the outputs are there, and until the call returns."""
         self.session.synchronize()
         start = time.perf_counter_ns()
@@ -267,6 +331,75 @@ class _Meter:
         returned = time.perf_counter_ns()
         self.session.synchronize()
         return (time.perf_counter_ns() - start) / 1e3, (returned - start) / 1e3
+
+
+class _Calls:
+    """Random calls under random configurations, so that call, batch and item costs can be told apart.
+
+    They are timed in rounds over all of them, and rounds are spread over the whole calibration: a host's speed drifts,
+    on an H200's by a factor of two for seconds at a time. Every max items of `CALL_ITEMS` comes in turn, so that
+    batches of many items are among them whatever the seed; every third configuration is for videos where the model
+    takes them.
+    """
+
+    def __init__(self, meter: _Meter, stack: ExitStack, budgets: Sequence[int]) -> None:
+        self.meter = meter
+        self.work: list[tuple[Callable[[EncoderInputs], object], EncoderInputs, list[BatchShape]]] = []
+        self.rounds: list[list[tuple[float, float]]] = []
+        session, random = meter.session, meter.random
+        items = random.permutation(CALL_ITEMS)
+        for index in range(meter.effort.configurations):
+            drawn = random_configuration(random, budgets, int(items[index % len(items)]))
+            videos = meter.videos and index % 3 == 2
+            configuration = meter.configuration(drawn.budgets, drawn.max_items, VIDEO_FRAMES if videos else 1)
+            manager = stack.enter_context(session.alongside(configuration))
+            largest = configuration.budgets[-1]
+            with session.using(manager, configuration):
+                session.capture()
+                for _ in range(meter.effort.calls):
+                    drawn_call = random_videos(random, largest) if videos else (random_call(random, largest), None)
+                    inputs = meter.inputs(*drawn_call)
+                    shapes = meter.shapes(inputs)  # also the warm-up
+                    self.work.append((_graph_arm(session, manager, configuration), inputs, shapes))
+
+    def time(self, rounds: int) -> None:
+        """Time every call `rounds` times more."""
+        for _ in range(rounds):
+            self.rounds.append([self.meter.both_us(arm, inputs) for arm, inputs, _ in self.work])
+
+    def points(self) -> list[CallPoint]:
+        """What has been timed."""
+        return [
+            CallPoint(batches=shapes, wall_us=[wall for wall, _ in samples], host_us=[host for _, host in samples])
+            for (_, _, shapes), samples in zip(self.work, zip(*self.rounds, strict=True), strict=True)
+        ]
+
+
+def takes_videos(session: "EncoderSession") -> bool:
+    """Whether graphs of the session hold videos."""
+    return "video" in session.facts.graph_modalities and session.options.video_limit != 0
+
+
+def frames_studied(session: "EncoderSession", most_computed: int) -> list[tuple[Configuration, int]]:
+    """Configurations of one graph that differ in their frames, and the tokens that each computes.
+
+    vLLM's own frames are among them, for `FRAMES_ITEMS` items and for those that vLLM infers too (D2).
+    """
+    own = resolve(Configuration(), session.limits)
+    per_video = session.limits.max_frames_per_video
+    asked = [
+        Configuration((budget,), FRAMES_ITEMS, frames)
+        for budget in FRAMES_BUDGETS
+        for frames in (*FRAMES_TIMED, FRAMES_ITEMS * per_video)
+    ]
+    asked.append(Configuration((own.budgets[0],), own.max_items, own.max_frames))
+    sized = [(one, captured_shapes(session.facts, resolve(one, session.limits))[0].capacity) for one in asked]
+    return [(one, computed) for one, computed in sized if computed <= most_computed]
+
+
+def _sequences(inputs: "EncoderInputs") -> list[int]:
+    """Attention sequences of the items, in patches: one a frame."""
+    return [h * w for t, h, w in inputs.grids for _ in range(t)]
 
 
 class _PhaseSamples:
@@ -315,18 +448,21 @@ def _spread(budgets: Sequence[int], count: int) -> list[int]:
     return [budgets[i] for i in np.unique(np.linspace(0, len(budgets) - 1, count).round().astype(int))]
 
 
-def random_configuration(random: np.random.Generator, budgets: Sequence[int]) -> Configuration:
-    """Draw 3 to 8 budgets between the smallest and largest of `budgets` (multiples of 16) and an item count.
+def random_configuration(random: np.random.Generator, budgets: Sequence[int], items: int = 0) -> Configuration:
+    """Draw 3 to 8 budgets between the smallest and largest of `budgets`, and max items unless they are given.
 
-    The drawn budgets need not be among `budgets`: between them, predictions interpolate.
+    The drawn budgets need not be among `budgets`: between them, predictions interpolate. They are multiples of 16 and,
+    where that range allows, of max items, so that every graph holds what its budget says (D3).
     """
     low, high = -(-min(budgets) // 16), max(budgets) // 16
     largest = int(random.integers(max(low, high // 2), high + 1))
     count = int(random.integers(2, 8))
     drawn = np.exp(random.uniform(np.log(low), np.log(largest), count)).astype(int)
-    chosen = tuple(sorted({*(16 * int(n) for n in drawn), 16 * largest}))
-    items = int(random.choice([1, 2, 4, 8, 16, 32]))
-    return Configuration(chosen, min(items, chosen[0]))
+    items = items or int(random.choice(CALL_ITEMS))
+    unit = max(16, items)
+    top = max(budgets) // unit * unit
+    chosen = sorted({min(-(-16 * int(n) // unit) * unit, top) for n in (*drawn, largest)})
+    return Configuration(tuple(chosen), min(items, chosen[0]))
 
 
 def random_call(random: np.random.Generator, largest: int) -> list[int]:
@@ -337,8 +473,17 @@ def random_call(random: np.random.Generator, largest: int) -> list[int]:
     """
     many = random.random() < 1 / 3
     count = int(random.integers(9, 33) if many else random.integers(1, 9))
-    most = min(MANY_TOKENS, largest) if many else largest
+    most = min(MANY_TOKENS if many else CALL_ITEM, largest)
     return [int(n) for n in np.exp(random.uniform(np.log(16), np.log(most), count))]
+
+
+def random_videos(random: np.random.Generator, largest: int) -> tuple[list[int], list[int]]:
+    """Draw tokens and frames of 1 to 6 videos: 1 to `VIDEO_FRAMES` frames of 4 to 96 tokens, none above `largest`."""
+    count = int(random.integers(1, 7))
+    frames = random.integers(1, VIDEO_FRAMES + 1, count)
+    each = np.exp(random.uniform(np.log(4), np.log(MANY_TOKENS), count)).astype(int)
+    tokens = frames * np.minimum(each, largest // frames)
+    return tokens.tolist(), frames.tolist()
 
 
 def compare(
@@ -346,6 +491,7 @@ def compare(
     configurations: dict[str, Configuration],
     calls: Sequence[Sequence["Grid"]],
     *,
+    modalities: "Sequence[Modality] | None" = None,
     repeats: int = 20,
     warmup: int = 2,
     seed: int = 0,
@@ -355,12 +501,13 @@ def compare(
 ) -> Comparison:
     """Time `calls` under several configurations, all captured at once, and eager as served beside them.
 
-    Order: ABBA over the configurations within each call, so that a drift shifts all alike.
+    Order: ABBA over the configurations on every call, in rounds over all calls, so that a drift shifts all alike.
 
     Args:
         session: of the model; its own configuration is not used.
         configurations: by the name that tables show.
-        calls: (t, h, w) grids of the images of each call.
+        calls: (t, h, w) grids of the items of each call.
+        modalities: of each call; None: images.
         repeats: samples per call and configuration.
         workload: name of the calls, for tables.
         eager: time eager as served too.
@@ -368,22 +515,23 @@ def compare(
     Raises:
         WorkbenchError: vLLM refuses a configuration, or one does not fit into memory.
     """
+    modalities = modalities or ["image"] * len(calls)
     with ExitStack() as stack:
         rows, arms = [], {}
         for name, configuration in configurations.items():
             manager = stack.enter_context(session.alongside(configuration))
             with session.using(manager, configuration):
                 costs = session.capture()
-            rows.append((name, configuration, manager, costs))
+            rows.append((name, manager, costs))
             arms[name] = _graph_arm(session, manager, configuration)
         if eager:
             arms["eager_served"] = session.eager_served
-        timings: dict[str, list[CallTiming]] = {name: [] for name in arms}
-        for index, grids in enumerate(calls):
-            progress(f"timing call {index} of {len(calls)}", index / len(calls))
-            inputs = session.inputs(grids, "image", seed + index)
-            for name, samples in _alternate(session, arms, inputs, repeats, warmup).items():
-                timings[name].append(CallTiming(tokens=list(inputs.tokens), wall_us=samples))
+        inputs = [
+            session.inputs(grids, modality, seed + index)
+            for index, (grids, modality) in enumerate(zip(calls, modalities, strict=True))
+        ]
+        samples = _alternate(session, arms, inputs, repeats, warmup, progress)
+        timings = {name: [_timing(*call) for call in zip(inputs, each, strict=True)] for name, each in samples.items()}
         progress("done", 1.0)
         return Comparison(
             workload=workload,
@@ -395,12 +543,23 @@ def compare(
                     name=name,
                     budgets=list(manager.token_budgets),
                     max_items=manager.max_batch_size,
+                    max_frames=manager.max_frames_per_batch,
                     capture=costs,
                     calls=timings[name],
                 )
-                for name, configuration, manager, costs in rows
+                for name, manager, costs in rows
             ],
         )
+
+
+def without_videos(configurations: dict[str, Configuration]) -> dict[str, Configuration]:
+    """The graphs that a server without videos has of `configurations`, whatever this session's video limit is."""
+    return {name: replace(configuration, max_frames=0) for name, configuration in configurations.items()}
+
+
+def _timing(inputs: "EncoderInputs", wall_us: list[float]) -> CallTiming:
+    frames = [t for t, _, _ in inputs.grids] if inputs.modality == "video" else []
+    return CallTiming(tokens=list(inputs.tokens), wall_us=wall_us, frames=frames)
 
 
 def _graph_arm(
@@ -416,25 +575,36 @@ def _graph_arm(
 def _alternate(
     session: "EncoderSession",
     arms: dict[str, Callable[["EncoderInputs"], object]],
-    inputs: "EncoderInputs",
+    calls: Sequence["EncoderInputs"],
     repeats: int,
     warmup: int,
-) -> dict[str, list[float]]:
-    """Samples of every arm on one call, forwards then backwards; an arm that raises has none."""
-    samples: dict[str, list[float]] = {}
-    for name, arm in arms.items():
-        try:
-            for _ in range(max(warmup, 1)):
-                arm(inputs)
-            session.synchronize()
-        except RuntimeError:
-            samples[name] = []  # vLLM's own failure, D1: an empty list is shown as failed
-    working = [name for name in arms if name not in samples]
-    collected: dict[str, list[float]] = {name: [] for name in working}
+    progress: Progress = silent,
+) -> dict[str, list[list[float]]]:
+    """Samples of every arm on every call: rounds over the calls, arms forwards then backwards.
+
+    An arm that raises on a call has no sample of it: vLLM's own failure, such as D1.
+    """
+    working = [[name for name, arm in arms.items() if _works(session, arm, inputs, warmup)] for inputs in calls]
+    samples: dict[str, list[list[float]]] = {name: [[] for _ in calls] for name in arms}
     for repeat in range(repeats):
-        for name in working if repeat % 2 == 0 else reversed(working):
-            collected[name].append(_wall_us(session, lambda name=name: arms[name](inputs)))  # type: ignore[misc]
-    return samples | collected
+        progress(f"timing round {repeat + 1} of {repeats}", repeat / repeats)
+        for index, inputs in enumerate(calls):
+            for name in working[index] if repeat % 2 == 0 else reversed(working[index]):
+                samples[name][index].append(_wall_us(session, lambda: arms[name](inputs)))  # noqa: B023  called at once
+    return samples
+
+
+def _works(
+    session: "EncoderSession", arm: Callable[["EncoderInputs"], object], inputs: "EncoderInputs", warmup: int
+) -> bool:
+    """Warm up; whether vLLM can run it."""
+    try:
+        for _ in range(max(warmup, 1)):
+            arm(inputs)
+        session.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def first_calls(workload: "Workload", count: int) -> list[list["Grid"]]:
@@ -443,22 +613,34 @@ def first_calls(workload: "Workload", count: int) -> list[list["Grid"]]:
     Raises:
         WorkbenchError: no call of images.
     """
+    images = [grids for grids, modality in _calls(workload) if modality == "image"][:count]
+    if not images:
+        raise WorkbenchError(f"workload {workload.name} has no call of images to time; give one")
+    return images
+
+
+def first_calls_of_both(workload: "Workload", count: int) -> tuple[list[list["Grid"]], list["Modality"]]:
+    """Return grids and modality of the first `count` calls, whatever they hold."""
+    calls = list(islice(_calls(workload), count))
+    return [grids for grids, _ in calls], [modality for _, modality in calls]
+
+
+def _calls(workload: "Workload") -> Iterator[tuple[list["Grid"], "Modality"]]:
+    """Grids and modality of every call, one request a call."""
     from workbench.workload import RequestPerCall, group
 
     calls = group(workload, RequestPerCall())
-    grids = np.split(calls.grids, calls.offsets[1:-1])
     videos = calls.is_video[calls.offsets[:-1]]
-    images = [part for part, video in zip(grids, videos, strict=True) if not video][:count]
-    if not images:
-        raise WorkbenchError(f"workload {workload.name} has no call of images to time; give one")
-    return [[(int(t), int(h), int(w)) for t, h, w in part] for part in images]
+    for part, video in zip(np.split(calls.grids, calls.offsets[1:-1]), videos, strict=True):
+        yield [(int(t), int(h), int(w)) for t, h, w in part], "video" if video else "image"
 
 
 def held_out_calls(seed: int, count: int, model: str) -> dict[str, list[list["Grid"]]]:
-    """Two workloads that calibration does not use: photographs of many sizes, and many small images a call.
+    """Workloads that calibration does not use: photographs of many sizes, small images, and `CLIPS` where a model has
+    graphs for videos.
 
     Args:
-        seed: of sizes and of how many images meet in a call.
+        seed: of sizes and of how many items meet in a call.
         count: calls per workload.
         model: whose resize rule makes grids of sizes.
     """
@@ -466,15 +648,20 @@ def held_out_calls(seed: int, count: int, model: str) -> dict[str, list[list["Gr
     from workbench.models import model_facts
 
     random = np.random.default_rng(seed)
+    facts = model_facts(model)
     shapes = {"photographs": (420, 1600, 4), "thumbnails": (56, 512, 9)}
+    if "video" in facts.graph_modalities:
+        shapes[CLIPS] = (112, 448, 4)
     workloads = {}
     for name, (low, high, most) in shapes.items():
         calls = []
         for _ in range(count):
             items = int(random.integers(1, most))
             sides = np.exp(random.uniform(np.log(low), np.log(high), (items, 2))).astype(np.int32)
-            sizes = np.column_stack([sides, np.ones(items, dtype=np.int32)])
-            calls.append([(int(t), int(h), int(w)) for t, h, w in to_grids(sizes, model_facts(model)).grids])
+            longest = VIDEO_FRAMES * facts.temporal_patch
+            frames = random.integers(2, longest + 1, items) if name == CLIPS else np.ones(items)
+            sizes = np.column_stack([sides, frames.astype(np.int32)])
+            calls.append([(int(t), int(h), int(w)) for t, h, w in to_grids(sizes, facts).grids])
         workloads[name] = calls
     return workloads
 
@@ -494,30 +681,39 @@ def check_held_out(
     Every second one ends with the largest budget. Where vLLM fails on items above it (D1), they are left out.
     """
     random = np.random.default_rng(seed)
+    meter = _Meter(session, Effort(), random)
     budgets = [budget for budget in budgets if budget <= CALL_TOKENS] or budgets
-    named = {}
-    for index in range(configurations):
-        drawn = random_configuration(random, budgets)
-        top = tuple(sorted({*drawn.budgets, max(budgets)})) if index % 2 else drawn.budgets
-        named[f"random {index}"] = Configuration(top, drawn.max_items)
-    held = min(configuration.budgets[-1] for configuration in named.values())
+    drawn = [random_configuration(random, budgets) for _ in range(configurations)]
+    tops = [
+        tuple(sorted({*one.budgets, max(budgets) // one.max_items * one.max_items})) if index % 2 else one.budgets
+        for index, one in enumerate(drawn)
+    ]
+    held = min(top[-1] for top in tops)
     comparisons = []
     for name, grids in held_out_calls(seed, calls, session.facts.key).items():
         fitting = _without_crashes(session, grids, held)
-        if fitting:
-            comparisons.append(
-                compare(
-                    session,
-                    named,
-                    fitting,
-                    repeats=repeats,
-                    warmup=1,
-                    seed=seed,
-                    workload=name,
-                    eager=False,
-                    progress=progress,
-                )
+        videos = name == CLIPS
+        if not fitting or (videos and not meter.videos):
+            continue
+        frames = VIDEO_FRAMES if videos else 1
+        named = {
+            f"random {index}": meter.configuration(top, one.max_items, frames)
+            for index, (top, one) in enumerate(zip(tops, drawn, strict=True))
+        }
+        comparisons.append(
+            compare(
+                session,
+                named,
+                fitting,
+                modalities=["video" if videos else "image"] * len(fitting),
+                repeats=repeats,
+                warmup=1,
+                seed=seed,
+                workload=name,
+                eager=False,
+                progress=progress,
             )
+        )
     return comparisons
 
 
