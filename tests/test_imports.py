@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from workbench.cli import GROUPS, app
 
+ROOT = Path(__file__).resolve().parents[1]
 HEAVY = {"torch", "vllm", "pandas", "plotly", "numba", "ray"}
 LISTING = "import json, sys; print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
 
@@ -70,3 +72,29 @@ def test_every_verb_has_help_and_json(name: str) -> None:
         options = {option for parameter in leaf.params for option in parameter.opts}
         assert "--json" in options, f"{leaf.name} has no --json"
     assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [
+        (["capture", "--workload", "pull-request", "--out", "run"], "`gpu` or `cpu`"),
+        (["sweep", "--workload", "mixed", "--config", "a=auto", "--out", "run"], "`gpu` or `cpu`"),
+        (["parallel", "--call", "56x56", "--out", "run"], "`gpu` or `cpu`"),
+        (["parity"], "`gpu` or `cpu`"),
+        (["boundary"], "`gpu` or `cpu`"),
+        (["report", "--notebooks", str(ROOT / "notebooks"), "--out", "run"], "`lab`"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else value,
+)
+def test_without_an_extra_there_is_a_sentence(tmp_path: Path, arguments: list[str], extra: str) -> None:
+    """An installation for recordings only, or of the core only."""
+    without = ("torch", "vllm", "transformers", "plotly", "nbclient", "nbconvert", "nbformat", "ipywidgets")
+    code = (
+        f"import sys\nfor name in {without}: sys.modules[name] = None\nsys.argv[1:] = {arguments}\n"
+        "from workbench.cli import main\nmain()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert extra in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,6 @@
 """Encoder calls over two ranks: vLLM's own sharding and gather with two gloo processes, and ranks that fail."""
 
+import dataclasses
 import gzip
 import json
 import subprocess
@@ -237,6 +238,9 @@ def test_ranks_that_take_too_long_are_ended(tmp_path: Path) -> None:
         (SessionOptions("glm4_1v", device="cuda"), 2, CALLS, "2 ranks need 2 GPUs and 1 is visible"),
         (SessionOptions("glm4_1v"), 4, CALLS, "4 ranks need 4 GPUs"),
         (OPTIONS, 1, CALLS, "ask for 2 or more"),
+        (OPTIONS, 99_999, CALLS, "99999 ranks are more than one host takes"),
+        (dataclasses.replace(OPTIONS, depth=0), 2, CALLS, "depth 0 is not between"),
+        (dataclasses.replace(OPTIONS, width=7), 2, CALLS, "width 7 is not a multiple"),
         (OPTIONS, 2, [], "no call"),
         (OPTIONS, 2, [[]], "without items"),
         (SessionOptions("ernie45_vl", device="cpu"), 2, CALLS, 'no mm_encoder_tp_mode="data" for ERNIE'),
@@ -283,6 +287,8 @@ def test_heads_that_ranks_cannot_share() -> None:
     options = SessionOptions("ernie45_vl", width=240, device="cpu")
     with pytest.raises(WorkbenchError, match="2 ranks cannot share 3 attention heads"):
         parallel._check(options, 2, CALLS, gpus=0, tp_mode="weights")
+    with pytest.raises(WorkbenchError, match="3 ranks cannot share [0-9]+ output features"):
+        parallel._check(SessionOptions("glm4_1v", width=384, device="cpu"), 3, CALLS, gpus=0, tp_mode="weights")
 
 
 def test_ernie_has_no_data_parallel_mode_in_vllm() -> None:

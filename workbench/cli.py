@@ -33,6 +33,12 @@ GROUPS: tuple[str, ...] = (
     "counters",
 )
 
+# Packages that come with an extra only, and which.
+_ENGINE = "an engine: install the extra `gpu` or `cpu`, as `make setup` does"
+_EXTRAS = {name: _ENGINE for name in ("torch", "vllm", "transformers", "safetensors")} | {
+    name: f"{name}: install the extra `lab`" for name in ("plotly", "ipywidgets", "nbclient", "nbconvert", "nbformat")
+}
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # wherever a command writes: disk, quota, largest file
 
 app = typer.Typer(
@@ -104,6 +110,12 @@ def main() -> None:
         _run()
     except WorkbenchError as error:
         print(f"workbench: {error}", file=sys.stderr)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        needed = _EXTRAS.get((error.name or "").partition(".")[0])
+        if needed is None:
+            raise
+        print(f"workbench: this command needs {needed}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
         if error.errno not in FULL:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 _SETTLE_SECONDS = 2.0  # after one rank has failed, until the others are ended
 _POLL_SECONDS = 0.1
+_MOST_RANKS = 16  # each is a process with a vLLM of its own, on the CPU too
 
 
 class Job(Record, frozen=True):
@@ -138,6 +139,7 @@ def _check(
     options: "SessionOptions", ranks: int, calls: Sequence[Sequence[Grid]], gpus: int, tp_mode: "TpMode" = "data"
 ) -> bool:
     """Refuse what cannot run; return whether it runs on GPUs."""
+    from workbench.encoder.registry import reduced_facts
     from workbench.models import model_facts
 
     facts = model_facts(options.model)
@@ -148,11 +150,13 @@ def _check(
         )
     if ranks < 2:
         raise WorkbenchError(f"{ranks} ranks share nothing; ask for 2 or more")
-    heads = facts.heads if options.width is None else options.width * facts.heads // facts.width
-    if tp_mode == "weights" and heads % ranks:
-        raise WorkbenchError(
-            f"{ranks} ranks cannot share {heads} attention heads evenly; ask for a number of ranks that divides them"
-        )
+    facts = reduced_facts(options.model, options.depth, options.width)
+    shared = {"attention heads": facts.heads, "MLP features": facts.mlp_width, "output features": facts.out_width}
+    for what, number in shared.items():
+        if tp_mode == "weights" and number % ranks:
+            raise WorkbenchError(
+                f"{ranks} ranks cannot share {number} {what} evenly; ask for a number of ranks that divides them"
+            )
     if not calls or not all(calls):
         raise WorkbenchError("there is no call to share, or one without items; give at least one grid per call")
     on_gpus = gpus > 0 if options.device is None else options.device.startswith("cuda")
@@ -161,6 +165,8 @@ def _check(
             f"{ranks} ranks need {ranks} GPUs and {gpus} {'is' if gpus == 1 else 'are'} visible; ask for fewer ranks, "
             "or for the device cpu"
         )
+    if ranks > _MOST_RANKS:
+        raise WorkbenchError(f"{ranks} ranks are more than one host takes; ask for {_MOST_RANKS} or fewer")
     return on_gpus
 
 
