@@ -35,7 +35,7 @@ GROUPS: tuple[str, ...] = (
 
 # Packages that come with an extra only, and which.
 _ENGINE = "an engine: install the extra `gpu` or `cpu`, as `make setup` does"
-_EXTRAS = {name: _ENGINE for name in ("torch", "vllm", "transformers", "safetensors")} | {
+_EXTRAS = dict.fromkeys(("torch", "vllm", "transformers", "safetensors"), _ENGINE) | {
     name: f"{name}: install the extra `lab`" for name in ("plotly", "ipywidgets", "nbclient", "nbconvert", "nbformat")
 }
 
