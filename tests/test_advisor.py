@@ -151,6 +151,59 @@ def test_a_large_workload_is_searched_on_a_part_and_priced_on_all() -> None:
     assert priced(calls, advice.answer.budgets, advice.answer.max_items) < min(others)
 
 
+# As many items as change nothing --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@example([[64]] * 3)  # the pull request's workload
+@example([[64], [64], [64, 150, 150, 230], [100], [150]])
+@example([[17] * 3, [40, 40]])
+@given(st.lists(st.lists(st.sampled_from([17, 40, 64, 128, 150]), min_size=1, max_size=5), min_size=1, max_size=5))
+def test_max_items_are_as_many_as_change_nothing(calls: list[list[int]]) -> None:
+    given_calls = workload(calls)
+    advice = advise(given_calls, MODEL, constraints=Constraints(max_graphs=2))
+    answer, found = advice.answer, advice.searched_items
+    budgets, items = answer.budgets, answer.max_items
+    assert found <= items <= budgets[0]
+    assert answer.captured == budgets
+    assert all(budget % items == 0 for budget in budgets)
+    # Never slower, and never against the linter.
+    value = priced(given_calls, budgets, items)
+    assert value <= priced(given_calls, budgets, found) + 1e-6
+    limits = Limits.of(ERNIE, max_model_len=16_384, max_num_batched_tokens=8_192, video_limit=0)
+
+    def concerns(most: int) -> set[str]:
+        found = lint(ERNIE, Configuration(budgets, most), limits, given_calls).findings
+        return {finding.rule for finding in found if finding.severity != "info"}
+
+    assert concerns(items) <= concerns(found)
+    # No more would do: another count is no divisor, too many for the largest budget, or slower.
+    smallest = min(4, *given_calls.tokens)  # 56 x 56 pixels make 4 tokens
+    for more in range(items + 1, min(budgets[0], budgets[-1] // smallest) + 1):
+        if all(budget % more == 0 for budget in budgets):
+            assert priced(given_calls, budgets, more) > value + 1e-7
+    assert (advice.items_reason is None) == (items == found)
+
+
+def test_one_image_a_call_is_advised_room_for_a_busy_server() -> None:
+    advice = advise(load_workload("pull-request", ERNIE), MODEL)
+    assert (advice.answer.budgets, advice.searched_items) == ((64,), 1)
+    assert advice.answer.max_items == 16  # 64 tokens hold 16 of the smallest images
+    assert "max items 16 instead of 1" in (advice.items_reason or "")
+    assert advice.record()["items_reason"] == advice.items_reason
+    assert advice.exact
+    assert not [finding for finding in advice.findings if finding.severity != "info"]
+
+
+def test_items_that_make_a_call_slower_are_not_taken() -> None:
+    # With two items a replay, two images of 64 tokens would share the graph of 128, which takes five times as long.
+    model = CostModel(make_profile(base=lambda b: base_us(b) * (1 if b < 128 else 5)))
+    advice = advise(workload([[64, 64]] * 5 + [[128]]), model, constraints=Constraints(max_graphs=2))
+    assert advice.answer.budgets == (64, 128)
+    assert advice.answer.max_items == advice.searched_items == 1
+    assert advice.items_reason is None
+
+
 # The bound ------------------------------------------------------------------------------------------------------------
 
 
@@ -358,6 +411,44 @@ def test_frames_that_make_graphs_large_are_priced_or_refused_by_name() -> None:
     assert "3 of 3 replays have up to 4 frames and the graphs hold 3: vLLM's copy raises (D4)" in (short.refused or "")
     images = open_study(workload([[97]], "glm4_1v"), CostModel(make_profile(model="glm4_1v")))
     assert "(D3)" in (images.candidate("", Configuration((64, 100), 8)).refused or "")
+
+
+def filmed(calls: Sequence[Sequence[tuple[int, int]]]) -> Workload:
+    """Calls of GLM-4.1V of (tokens, frames); one frame is an image."""
+    made = workload([[tokens for tokens, _ in call] for call in calls], "glm4_1v")
+    frames = np.array([t for call in calls for _, t in call])
+    made.sizes[:, 2] = 2 * frames - (frames == 1)
+    made.grids[:, 0] = frames
+    made.grids[:, 2] = 2 * made.tokens // frames
+    return made
+
+
+@settings(max_examples=15, deadline=None)
+@example([[(64, 1), (256, 4)], [(128, 1)]])
+@given(
+    st.lists(
+        st.lists(st.sampled_from([(64, 1), (150, 1), (128, 2), (256, 4), (96, 6)]), min_size=1, max_size=3),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_images_beside_videos_are_encoded_rightly(calls: list[list[tuple[int, int]]]) -> None:
+    given_calls = filmed(calls)
+    advice = advise(given_calls, CostModel(make_profile(model="glm4_1v")), constraints=Constraints(max_graphs=3))
+    answer = advice.answer
+    assert answer.refused is None
+    assert not [finding for finding in advice.findings if finding.severity == "error"]
+    videos = given_calls.is_video
+    if videos.any() and not videos.all():
+        assert answer.max_frames == answer.max_items  # D6
+        published = {one.name: one for one in advice.baselines}["pull request"]
+        assert "(D6)" in (published.refused or "")
+    assert answer.captured == answer.budgets
+
+
+def test_a_film_beside_images_that_no_budget_holds_is_refused() -> None:
+    with pytest.raises(WorkbenchError, match=r"a call has 9,000 frames.*D6"):
+        advise(filmed([[(64, 1)], [(9000, 9000)]]), CostModel(make_profile(model="glm4_1v")))
 
 
 def test_glm_may_leave_large_items_to_eager() -> None:

@@ -45,6 +45,19 @@ PRESETS: dict[str, Preset] = {
         RandomMM(buckets={(224, 224, 8): 1.0}, requests=1000, limit={"image": 0, "video": 1}, seed=42),
         ("glm4_1v",),
     ),
+    "glm-mixed": Preset(
+        "1 to 3 images and videos per request: 224 x 224, 1024 x 768, videos of 8 and 16 frames",
+        f"{_OWN}: photographs and short clips in one stream",
+        RandomMM(
+            buckets={(224, 224, 1): 0.35, (768, 1024, 1): 0.3, (224, 224, 8): 0.2, (336, 448, 16): 0.15},
+            requests=500,
+            base_items=2,
+            range_ratio=0.5,
+            limit={"image": 3, "video": 1},
+            seed=42,
+        ),
+        ("glm4_1v",),
+    ),
     "mixed": Preset(
         "1 to 7 images per request: 224 x 224, 640 x 480, 1024 x 768, 1792 x 1792",
         f"{_OWN}: thumbnails, screen captures, photographs and pages in one stream",
