@@ -296,6 +296,17 @@ def test_the_verb_ends_with_2_on_bad_input(tmp_path: Path) -> None:
     assert isinstance(result.exception, WorkbenchError)
 
 
+@pytest.mark.parametrize("verb", [["engine-bench"], ["compare", "--workload", "mixed"]])
+def test_two_arms_of_one_name_are_refused(verb: list[str], tmp_path: Path) -> None:
+    given = ["--config", "graph=128:4", "--config", "graph=64:4", "--out", str(tmp_path / "o")]
+    result = CliRunner().invoke(app, [*verb, *given])
+    assert isinstance(result.exception, WorkbenchError)
+    assert "two configurations are called 'graph'" in str(result.exception)
+    result = CliRunner().invoke(app, ["engine-bench", "--config", "eager=64:4", "--out", str(tmp_path / "o")])
+    assert "two configurations are called 'eager'" in str(result.exception)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.engine
 def test_the_whole_engine_keeps_a_ledger(tmp_path: Path) -> None:
     """vLLM's own benchmark on the CPU engine: its ledger holds exactly the images that its data set draws."""

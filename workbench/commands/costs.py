@@ -8,6 +8,8 @@ import typer
 from workbench.errors import WorkbenchError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from workbench.budgets import Configuration
     from workbench.comparison import CheckRow, Comparisons
 
@@ -107,7 +109,7 @@ def compare(
     from workbench.sources import load_workload
 
     facts = model_facts(model)
-    named = dict(parse_named(text) for text in config)
+    named = parse_all_named(config)
     priced = None if profile is None else CostModel(read_profile(profile, model))
     loaded = [load_workload(name, facts) for name in workload]
     # A server's, for each workload: without videos where it has none.
@@ -176,6 +178,21 @@ def parse_named(text: str) -> "tuple[str, Configuration | None]":
         return name, None
     asked = parse_budgets("" if budgets == "auto" else budgets)
     return name, Configuration(asked, int(items or 0), int(frames) if frames else None)
+
+
+def parse_all_named(texts: list[str], taken: "Collection[str]" = ()) -> "dict[str, Configuration | None]":
+    """Return the configurations of several texts; see `parse_named`.
+
+    Raises:
+        WorkbenchError: a name given twice, or one of `taken`.
+    """
+    found: dict[str, Configuration | None] = {}
+    for text in texts:
+        name, configuration = parse_named(text)
+        if name in found or name in taken:
+            raise WorkbenchError(f"two configurations are called {name!r}; give each a name of its own")
+        found[name] = configuration
+    return found
 
 
 def _checked(model: object, comparisons: "Comparisons") -> "list[CheckRow]":

@@ -45,14 +45,14 @@ def engine_bench(
 
     Exit code 1: an arm gave no result.
     """
-    from workbench.commands.costs import parse_named
+    from workbench.commands.costs import parse_all_named
     from workbench.costs import CostModel, read_profile
     from workbench.engine_bench import EAGER, Setting, lint_errors, run_bench
     from workbench.progress import progress_bar
 
     arms: dict[str, Configuration | None] = {} if no_eager else {EAGER: None}
     setting = Setting(model, workload, prompts, not tiny, video_limit, arm_seconds=arm_seconds)
-    arms |= {"graph": setting.published} if config is None else dict(parse_named(text) for text in config)
+    arms |= {"graph": setting.published} if config is None else parse_all_named(config, taken=(EAGER,))
     priced = None if profile is None else CostModel(read_profile(profile, model))
     for name, configuration in arms.items():
         for finding in lint_errors(setting, configuration):
