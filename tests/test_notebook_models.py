@@ -1,17 +1,24 @@
 """The notebooks for the models beside the default one, which nbval runs."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from tests.profiles import make_profile
-from workbench import outcomes
+from workbench import outcomes, parity
 from workbench.files import write_json
-from workbench.views import report
+from workbench.models import MODELS, model_facts
+from workbench.run import RECORDINGS
+from workbench.views import report, theme
 from workbench.views.subject import MODEL_VARIABLE
 
 NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "01_capture_boundary.ipynb"
 BUDGETS = NOTEBOOK.with_name("02_budget_sweep.ipynb")
+PARITY = NOTEBOOK.with_name("03_parity.ipynb")
 
 
 @pytest.mark.engine
@@ -77,3 +84,68 @@ def test_notebook_02_prices_glm_with_a_profile(tmp_path: Path, monkeypatch: pyte
     assert "*glm-video*: " in text
     assert "ERNIE" not in " ".join(said[1:])
     assert done.summary.sources[0].text.startswith("costs of glm4_1v")
+
+
+@pytest.mark.engine
+def test_notebook_03_explains_glm(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("nbclient")
+    monkeypatch.setenv(MODEL_VARIABLE, "glm4_1v")
+    done, said = said_by(PARITY)
+    text = " ".join(said)
+    assert said[0].startswith("This notebook explains **GLM-4.1V**.")
+    assert "Ernie4_5" not in text
+    assert "**Recorded.** Glm4vForConditionalGeneration with FLASH_ATTN 3, CUDA graphs" in text
+    assert "**Live.** Glm4vForConditionalGeneration with TORCH_SDPA, static replays on the CPU" in text
+    assert "bisection names **blocks.1.attn**" in text
+    assert "MMStar, average 0.21" in text
+    assert "ERNIE" not in " ".join(said[1:])
+    assert done.summary.answers[0].sentence is not None
+    assert "graph and eager of GLM-4.1V differ in 7 of 74 conditions" in done.summary.answers[0].sentence
+
+
+def recorded_cells(monkeypatch: pytest.MonkeyPatch, model: str) -> str:
+    """Run the cells of notebook 03 that show recordings, and return what they say."""
+    bundles: list[Mapping[str, Any]] = []
+    monkeypatch.setattr(theme, "publish", bundles.append)
+    monkeypatch.setenv(MODEL_VARIABLE, model)
+    cells = [cell for cell in json.loads(PARITY.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
+    names: dict[str, Any] = {}
+    for text in ("".join(cell["source"]) for cell in cells):
+        if "NBVAL_IGNORE_OUTPUT" not in text:
+            exec(compile(text, PARITY.name, "exec"), names)
+    return "\n".join(bundle["text/markdown"] for bundle in bundles if "text/markdown" in bundle)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_notebook_03_shows_what_is_recorded_of_a_model(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    pytest.importorskip("IPython")
+    said = recorded_cells(monkeypatch, model)
+    names = [one.name for one in parity.recorded(model)]
+    assert [f"**{name}**" in said for name in names] == [True] * len(names)
+    if not names:
+        assert f"No recorded parity session of {model_facts(model).title} ships with this copy" in said
+
+
+def test_notebook_03_sets_a_session_with_variants_beside_the_one_without(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("IPython")
+    plain = parity.read_parity(RECORDINGS / "parity_glm4_1v")
+    monkeypatch.setattr(parity, "RECORDINGS", tmp_path)
+    cells = [
+        msgspec.structs.replace(cell, status="equal", graph_items=3, graph_equal=3)
+        if cell.scenario == "image-beside-video"
+        else cell
+        for cell in plain.cells
+    ]
+    rest = [one for one in plain.findings if one.defect != "D6"]
+    fixed = msgspec.structs.replace(
+        plain, name="parity_glm4_1v-variants", variants=["cu_seqlens_tail"], cells=cells, findings=rest
+    )
+    for session in (plain, fixed):
+        write_json(tmp_path / session.name / parity.PARITY_FILE, session)
+    said = recorded_cells(monkeypatch, "glm4_1v")
+    assert "**parity_glm4_1v-variants** beside *parity_glm4_1v*: of 74 conditions" in said
+    assert " changed, none for the worse; D6 is gone." in said
+    write_json(tmp_path / fixed.name / parity.PARITY_FILE, msgspec.structs.replace(fixed, inputs_fingerprint="other"))
+    assert "has no recorded session beside it of the same weights and inputs" in recorded_cells(monkeypatch, "glm4_1v")

@@ -7,6 +7,7 @@ import pytest
 
 from workbench.environment import environment
 from workbench.errors import WorkbenchError
+from workbench.models import MODELS
 from workbench.parity import (
     PARITY_FILE,
     SCHEMA_VERSION,
@@ -22,6 +23,7 @@ from workbench.parity import (
     Status,
     Visibility,
     changes,
+    changes_sentence,
     compared_variants,
     coverage_rows,
     encode,
@@ -32,6 +34,7 @@ from workbench.parity import (
     recorded,
     suspect_of,
     verdict,
+    without_variants,
     worst_status,
 )
 from workbench.run import ConfigRecord, ModelRecord
@@ -296,3 +299,26 @@ def test_shipped_recordings_are_readable() -> None:
     for parity in recorded():
         assert parity.replay == "cuda_graph"
         assert parity.cells
+
+
+def test_a_session_with_variants_is_shown_beside_the_one_without() -> None:
+    d6 = finding("cu_seqlens", defect="D6")
+    cells = [Cell(scenario="fills", budget=16, status="equal"), Cell(scenario="image", budget=16, status="mismatch")]
+    plain = session(cells, [d6])
+    fixed = msgspec.structs.replace(
+        plain, name="fixed", variants=["cu_seqlens_tail"], findings=[],
+        cells=[cells[0], msgspec.structs.replace(cells[1], status="equal")],
+    )  # fmt: skip
+    other = msgspec.structs.replace(plain, inputs_fingerprint="other")
+    assert without_variants(fixed, [fixed, other, plain]) == plain
+    assert without_variants(fixed, [fixed, other]) is None
+    assert without_variants(plain, [fixed, plain]) is None
+    told = changes_sentence(plain, fixed)
+    assert told == f"**fixed** beside *{plain.name}*: of 2 conditions 1 changed, none for the worse; D6 is gone."
+    assert changes_sentence(fixed, plain).endswith("of 2 conditions 1 changed, 1 for the worse.")
+
+
+def test_recordings_are_found_by_model() -> None:
+    assert {one.model.key for one in recorded("glm4_1v")} == {"glm4_1v"}
+    assert recorded("nonsense") == []
+    assert len(recorded()) == sum(len(recorded(key)) for key in MODELS)

@@ -444,9 +444,37 @@ def _counts(results: list[FaultResult], clean: list[CleanRuns]) -> str:
     )
 
 
-def recorded() -> list[Parity]:
-    """Return the parity sessions that ship with the package, by folder name."""
-    return [read_parity(path.parent) for path in sorted(RECORDINGS.glob(f"*/{PARITY_FILE}"))]
+def recorded(model: str | None = None) -> list[Parity]:
+    """Return the parity sessions that ship with the package, by folder name; of `model` alone where it is given."""
+    found = [read_parity(path.parent) for path in sorted(RECORDINGS.glob(f"*/{PARITY_FILE}"))]
+    return [session for session in found if model in (None, session.model.key)]
+
+
+def without_variants(session: Parity, others: list[Parity]) -> Parity | None:
+    """Return the session of `others` that differs from `session` in having no variants, for `changes`; None: none."""
+    if not session.variants:
+        return None
+    return next((other for other in others if not other.variants and _alike(other) == _alike(session)), None)
+
+
+def _alike(session: Parity) -> tuple[str | int, ...]:
+    model = session.model
+    return (model.weights_fingerprint, model.attention_backend, session.inputs_fingerprint, session.seed)
+
+
+def changes_sentence(before: Parity, after: Parity) -> str:
+    """Say how many conditions are better and worse in `after` than in `before`, and which known defects are gone.
+
+    Raises:
+        WorkbenchError: see `changes`.
+    """
+    moved = changes(before, after)
+    worse = sum(change.worse for change in moved)
+    gone = sorted({f.defect for f in before.findings if f.defect} - {f.defect for f in after.findings})
+    tested = sum(cell.status != "not_tested" for cell in after.cells)
+    text = f"**{after.name}** beside *{before.name}*: of {tested} conditions {len(moved)} changed"
+    text += f", {worse or 'none'} for the worse"
+    return f"{text}; {' and '.join(gone)} {'are' if len(gone) > 1 else 'is'} gone." if gone else f"{text}."
 
 
 def fault_rows(campaign: Campaign, recordings: list[Parity]) -> list[dict[str, str]]:

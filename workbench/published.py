@@ -95,22 +95,28 @@ TWO_GPUS: dict[tuple[str, Modality], PublishedTable] = {
 
 @dataclass(frozen=True)
 class PublishedBenchmark:
-    """A benchmark's score and standard error with encoder graphs off and on, and the distance that was quoted."""
+    """A benchmark's score and standard error without and with encoder graphs, and the distance, if it was quoted."""
 
     task: str
     off: tuple[float, float]
     on: tuple[float, float]
-    quoted_sigma: float
+    quoted_sigma: float | None = None
 
 
 @dataclass(frozen=True)
 class PublishedDecisions:
-    """How many of `answers` greedy answers were byte-identical with graphs off and on, and benchmarks of both."""
+    """Benchmarks without and with encoder graphs, and how many of `answers` greedy answers were byte-identical.
+
+    Attributes:
+        answers: zero where none were compared.
+        doubt: what was not said about the two arms.
+    """
 
     source: str
-    answers: int
-    identical: int
     benchmarks: tuple[PublishedBenchmark, ...]
+    answers: int = 0
+    identical: int = 0
+    doubt: str = ""
 
 
 ERNIE_DECISIONS = PublishedDecisions(
@@ -122,6 +128,21 @@ ERNIE_DECISIONS = PublishedDecisions(
         PublishedBenchmark("MMStar", off=(0.1241, 0.0088), on=(0.1284, 0.0089), quoted_sigma=0.5),
     ),
 )
+
+GLM_DECISIONS = PublishedDecisions(
+    source="vLLM pull request 40576, GLM-4.1V-9B-Thinking",
+    doubt="the arms are vLLM's main branch and the pull request; the quoted command does not switch encoder graphs on",
+    benchmarks=(
+        PublishedBenchmark("MMStar, average", off=(0.6886, 0.0121), on=(0.6922, 0.0120)),
+        PublishedBenchmark("MMStar, coarse perception", off=(0.6749, 0.0298), on=(0.6773, 0.0297)),
+        PublishedBenchmark("MMStar, fine-grained perception", off=(0.6388, 0.0311), on=(0.6530, 0.0310)),
+        PublishedBenchmark("MMStar, instance reasoning", off=(0.7350, 0.0283), on=(0.7169, 0.0289)),
+        PublishedBenchmark("MMStar, logical reasoning", off=(0.7257, 0.0274), on=(0.7067, 0.0278)),
+        PublishedBenchmark("MMStar, math", off=(0.8376, 0.0235), on=(0.8273, 0.0246)),
+        PublishedBenchmark("MMStar, science & technology", off=(0.5198, 0.0317), on=(0.5722, 0.0314)),
+    ),
+)
+DECISIONS: dict[str, PublishedDecisions] = {"ernie45_vl": ERNIE_DECISIONS, "glm4_1v": GLM_DECISIONS}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import pandas as pd
 from workbench import ladder, outcomes
 from workbench.advisor import AUTO, Advice
 from workbench.capturable import ALL, Ladder
+from workbench.models import model_facts
 from workbench.outcomes import Measured
 from workbench.parity import Cell, Parity
 from workbench.run import Environment
@@ -94,12 +95,18 @@ def _measured_gain(workload: str, measured: Measured) -> pd.Series | None:
 
 
 def safety(sessions: Sequence[Parity]) -> str:
-    """Say in how many conditions graph and eager differ, what known defects explain, and what planted faults say."""
+    """Say in how many conditions graph and eager differ, what known defects explain, and what planted faults say.
+
+    Sessions with variants are counted apart: they are another encoder than vLLM's.
+    """
     if not sessions:
         return "No parity session with CUDA graphs is recorded here."
-    tested = sum(cell.status != "not_tested" for session in sessions for cell in session.cells)
     where = " and ".join(sorted({machine(session.environment) for session in sessions}))
-    text = f"On {where} graph and eager differ in {_explained(sessions, tested)}"
+    titles = " and ".join(dict.fromkeys(model_facts(session.model.key).title for session in sessions))
+    text = f"On {where} graph and eager of {titles} differ in "
+    plain = [session for session in sessions if not session.variants]
+    changed = [session for session in sessions if session.variants]
+    text += ", and with variants in ".join(_explained(part) for part in (plain, changed) if part)
     faults = [result for session in sessions for result in session.faults if result.status != "not_tested"]
     if faults:
         text += f"; {sum(one.status == 'caught' for one in faults)} of {len(faults)} planted faults were caught"
@@ -111,8 +118,9 @@ def safety(sessions: Sequence[Parity]) -> str:
     return f"{text}."
 
 
-def _explained(sessions: Sequence[Parity], tested: int) -> str:
-    """Return how many of the `tested` conditions differ, and by which known defects, with their scenarios."""
+def _explained(sessions: Sequence[Parity]) -> str:
+    """Return how many of the tested conditions differ, and by which known defects, with their scenarios."""
+    tested = sum(cell.status != "not_tested" for session in sessions for cell in session.cells)
     scenarios: dict[str, set[str]] = {}
     known = unknown = 0
     for session in sessions:

@@ -37,10 +37,8 @@ def boundaries(table: pd.DataFrame, why_not: pd.DataFrame) -> str:
     timed = _rows(table, "call us")
     if timed:
         vllm, best = timed[0], min(timed, key=lambda row: float(row["call us"]))
-        said.append(
-            f"**{best['the graph would hold']}** makes the shortest call, {_inside(best)}; "
-            f"*{vllm['the graph would hold']}* takes {_inside(vllm)}."
-        )
+        told = f"**{best['the graph would hold']}** makes the shortest call, {_inside(best)}"
+        said.append(f"{told}." if best is vllm else f"{told}; *{vllm['the graph would hold']}* takes {_inside(vllm)}.")
     return " ".join(said)
 
 
@@ -130,7 +128,7 @@ def calls(table: pd.DataFrame) -> str:
         f"{row['call']} ({row[base]:.2f} {base})"
         for base, rows in (("vs served", whole), (_VS_GRAPH, against))
         for row in rows
-        if row[base] < 1
+        if round(row[base], 2) < 1
     ]
     text += f"; slower on {', '.join(slower)}." if slower else "; slower on none."
     failed = pd.DataFrame(_rows(table, "failed"))

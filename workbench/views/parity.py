@@ -13,6 +13,7 @@ from workbench.parity import (
     SUSPECTS,
     Bisection,
     Campaign,
+    Change,
     FaultResult,
     Finding,
     Noise,
@@ -152,6 +153,20 @@ def worst_items(parity: Parity, count: int = 10) -> pd.DataFrame:
             "finite": item.graph.finite,
         }
         for item in parity.items[:count]
+    )
+
+
+def changes_table(changes: Sequence[Change]) -> pd.DataFrame:
+    """One row per condition that is not as it was in an earlier session."""
+    return pd.DataFrame(
+        {
+            "scenario": change.scenario,
+            "budget": change.budget,
+            "before": STATUS_WORDS[change.before],
+            "now": STATUS_WORDS[change.after],
+            "worse": change.worse,
+        }
+        for change in changes
     )
 
 
