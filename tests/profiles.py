@@ -17,6 +17,7 @@ from workbench.costs import (
     CallPoint,
     CostProfile,
     EagerPoint,
+    FramesPoint,
     MemoryPoint,
     ReplayPoint,
     TailPoint,
@@ -29,6 +30,7 @@ EAGER, EAGER_RATE = 24_000.0, 12.0
 BUDGETS = (*range(64, 1024, 64), *range(1024, 4097, 256), 6144, 8192)
 FIRST_BYTES, LATER_BYTES, LATER_RATE = 280_000, 2**21, 4_000
 SECONDS, SECONDS_RATE = 0.06, 1e-5
+FRAMES = (4, 64, 2400, 40_000)
 
 
 def base_us(budget: int) -> float:
@@ -102,6 +104,23 @@ def make_profile(
             ),
         ],
         seed=seed,
+        frames=[] if model == "ernie45_vl" else [_framed(base, samples, frames) for frames in FRAMES],
+    )
+
+
+def _framed(base: Callable[[int], float], samples: Callable[[float], list[float]], frames: int) -> FramesPoint:
+    """Budget 64 with 4 items, each of which has its share of the frames and of them at least a token each."""
+    shared = frames // 4
+    computed = 4 * shared * -(-16 // shared)
+    return FramesPoint(
+        budget=64,
+        max_items=4,
+        max_frames=frames,
+        computed=computed,
+        sequences=[64] * 4,
+        seconds=later_seconds(computed),
+        bytes=FIRST_BYTES * computed,
+        gpu_us=samples(base(computed) + SLOPE * 4 * 64**2),
     )
 
 

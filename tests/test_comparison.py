@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from tests.comparisons import MODEL, make_comparisons
-from tests.profiles import make_profile
+from tests.profiles import FIRST_BYTES, RATE, SLOPE, call_us, make_profile
 from workbench import outcomes
 from workbench.budgets import Configuration
-from workbench.comparison import check, read_comparisons
+from workbench.comparison import check, predicted_calls, read_comparisons
 from workbench.costs import CostModel
 from workbench.errors import WorkbenchError
 from workbench.files import write_json
@@ -98,6 +98,36 @@ def test_what_is_won_is_a_share_of_the_room_above_the_bound() -> None:
     assert row["won"] == pytest.approx((times["auto"] - times["advised"]) / room, rel=1e-4)
     assert row["faster"] == pytest.approx(times["auto"] / times["advised"], rel=1e-4)
     assert row["low"] < row["faster"] < row["high"] < 1.1 * row["low"]
+
+
+def test_frames_that_were_measured_stand_beside_their_prediction() -> None:
+    table = outcomes.frames_measured(CostModel(make_profile(model="glm4_1v")))
+    assert table["computes tokens"].tolist() == [64, 64, 2400, 40_000]
+    assert table["times its budget"].tolist() == [1, 1, 37.5, 625]
+    # The largest is beyond the largest measured budget.
+    assert table["predicted ms"].isna().tolist() == [False] * 3 + [True]
+    known = table.iloc[:3]
+    assert known["predicted ms"].tolist() == pytest.approx(known["replay ms"].tolist(), rel=1e-5)
+    assert table["memory MiB"].iloc[2] == pytest.approx(FIRST_BYTES * 2400 / 2**20, rel=1e-5)
+
+
+def test_calls_of_videos_are_predicted_by_their_frames() -> None:
+    profile = make_profile(model="glm4_1v")
+    (base,) = make_comparisons({"films": ([[256, 256]], {"four": Configuration((512,), 4)})}).comparisons
+    (timing,) = base.configurations
+    call = msgspec.structs.replace(timing.calls[0], frames=[4, 4])
+    filmed = msgspec.structs.replace(timing, calls=[call], max_frames=64)  # 16 frames an item: 128 tokens hold them
+    videos = msgspec.structs.replace(base, model=profile.model, configurations=[filmed])
+    model = CostModel(profile)
+    images = call_us([(512, [256, 256])])
+    assert predicted_calls(model, filmed).wall_us[0] == pytest.approx(images - SLOPE * 2 * (1024**2 - 4 * 256**2))
+    comparisons = msgspec.structs.replace(make_comparisons({}), comparisons=[videos])
+    _, row = outcomes.validation(model, comparisons).to_dict("records")  # the first is eager as served
+    assert row["max frames"] == 64
+    assert row["bound ms"] <= row["predicted mean ms"] * (1 + 1e-9)
+    # 4,096 frames for 4 items make the graph compute 4,096 tokens, not 512.
+    wide = predicted_calls(model, msgspec.structs.replace(filmed, max_frames=4096)).wall_us[0]
+    assert wide - predicted_calls(model, filmed).wall_us[0] == pytest.approx(RATE * (4096 - 512))
 
 
 def test_a_failed_configuration_has_no_mean_and_is_no_rival() -> None:

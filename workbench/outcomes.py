@@ -20,8 +20,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from workbench.advisor import Advice, Candidate, Setting, Study, cost_tables
-from workbench.budgets import Configuration, Resolved, resolve
-from workbench.comparison import CallTiming, Comparison, Comparisons, ConfigurationTiming, check, read_comparisons
+from workbench.budgets import Configuration, resolve
+from workbench.comparison import CallTiming, Comparisons, ConfigurationTiming, arrange_calls, check, read_comparisons
 from workbench.costs import (
     SHIPPED,
     CallCosts,
@@ -34,7 +34,7 @@ from workbench.costs import (
 from workbench.errors import WorkbenchError
 from workbench.lint import lint
 from workbench.models import ModelFacts, model_facts
-from workbench.planner import FALLBACK, Plan, arrange, pack
+from workbench.planner import FALLBACK, Plan, pack
 from workbench.search import best_by_size
 from workbench.search_loops import bound, distinct
 from workbench.shapes import captured_shapes
@@ -407,8 +407,7 @@ def reasons(advice: Advice) -> pd.DataFrame:
                 "items": reason.items,
                 "fill": reason.fill,
                 "tokens": f"{reason.smallest:,} to {reason.largest:,}",
-                "usual batch": " + ".join(map(str, reason.common[:8]))
-                + (" + ..." if len(reason.common) > 8 else ""),
+                "usual batch": " + ".join(map(str, reason.common[:8])) + (" + ..." if len(reason.common) > 8 else ""),
                 "its share": reason.common_share,
                 "slower without, %": None if reason.without is None else 100 * reason.without,
             }
@@ -433,6 +432,29 @@ def replay_costs(model: CostModel) -> pd.DataFrame:
             "us per token": time / budgets,
         }
     )
+
+
+def frames_measured(model: CostModel) -> pd.DataFrame:
+    """What frames do to graphs of videos that were captured alone; None without a measurement or beyond its range."""
+    largest = int(model.replay.budgets[-1])
+    rows = []
+    for point in model.profile.frames:
+        squares = sum(n * n for n in point.sequences)
+        inside = point.computed <= largest
+        rows.append(
+            {
+                "budget": point.budget,
+                "max items": point.max_items,
+                "max frames": point.max_frames,
+                "computes tokens": point.computed,
+                "times its budget": point.computed / point.budget,
+                "replay ms": float(np.median(point.gpu_us)) / 1e3,
+                "predicted ms": float(model.replay.time_us(point.computed, squares)) / 1e3 if inside else None,
+                "capture s": point.seconds,
+                "memory MiB": None if point.bytes is None else point.bytes / MIB,
+            }
+        )
+    return _table(rows)
 
 
 def held_out(model: CostModel, comparisons: Comparisons) -> pd.DataFrame:
@@ -464,9 +486,9 @@ def validation(model: CostModel, comparisons: Comparisons) -> pd.DataFrame:
     """
     checked = {(row.workload, row.configuration): row for row in check(model, comparisons)}
     rows = []
+    framed = any(timing.max_frames for comparison in comparisons.comparisons for timing in comparison.configurations)
     for comparison in comparisons.comparisons:
-        calls = _calls(comparison)
-        least = _bound_us(model, calls)
+        least = _bound_us(model, comparison.configurations[0].calls)
         if comparison.eager_served:
             rows.append({"workload": comparison.workload, "configuration": "eager as served"}
                         | _measured(comparison.eager_served) | {"bound ms": least / 1e3})  # fmt: skip
@@ -482,6 +504,7 @@ def validation(model: CostModel, comparisons: Comparisons) -> pd.DataFrame:
                     "predicted P99 ms": None if row is None else row.predicted_p99_us / 1e3,
                     "bound ms": least / 1e3,
                     **_planned(timing),
+                    **({"max frames": timing.max_frames} if framed else {}),
                 }
             )
     return _table(rows)
@@ -539,15 +562,11 @@ def _paired_ratio(slower: Sequence[CallTiming], faster: Sequence[CallTiming]) ->
     return float(ratios[0]), float(low), float(high)
 
 
-def _calls(comparison: Comparison) -> list[list[int]]:
-    return [call.tokens for call in comparison.configurations[0].calls]
-
-
-def _bound_us(model: CostModel, calls: list[list[int]]) -> float:
-    tokens = np.array([n for call in calls for n in call], np.int64)
-    arrangement = arrange(tokens, np.cumsum([0, *map(len, calls)]))
+def _bound_us(model: CostModel, calls: Sequence[CallTiming]) -> float:
+    arrangement = arrange_calls(calls)
     queues = distinct(arrangement, sequence_squares(arrangement))
-    tables = cost_tables(model, "mean", int(tokens.max()), model_facts(model.profile.model.key), covers=True)
+    largest = int(arrangement.tokens.max())
+    tables = cost_tables(model, "mean", largest, model_facts(model.profile.model.key), covers=True)
     return float(np.average(bound(queues, tables), weights=queues.weight))
 
 
@@ -564,16 +583,14 @@ def _measured(calls: Sequence[CallTiming]) -> dict[str, object]:
 
 
 def _planned(timing: ConfigurationTiming) -> dict[str, object]:
-    calls = [call.tokens for call in timing.calls]
-    tokens = np.array([n for call in calls for n in call], np.int64)
-    made = pack(arrange(tokens, np.cumsum([0, *map(len, calls)])), Resolved(tuple(timing.budgets), timing.max_items, 0))
+    made = pack(arrange_calls(timing.calls), timing.resolved)
     replayed = int(made.budget[~made.fallback].sum())
     memory = [cost.pool_bytes for cost in timing.capture]
     return {
         "graphs": len(timing.budgets),
         "max items": timing.max_items,
         "budgets": listed(timing.budgets),
-        "replays per call": float((~made.fallback).sum() / max(len(calls), 1)),
+        "replays per call": float((~made.fallback).sum() / max(len(timing.calls), 1)),
         "waste": 1 - int(made.tokens[~made.fallback].sum()) / replayed if replayed else None,
         "capture s": sum(cost.seconds for cost in timing.capture),
         "memory MiB": None if None in memory else sum(n for n in memory if n is not None) / MIB,
