@@ -102,12 +102,9 @@ def test_safety_never_hides_what_no_defect_explains(sessions: list[Parity]) -> N
     clean = changed(session, cells=[cell for cell in session.cells if cell.status == "equal"])
     assert "differ in none of" in answers.safety([clean])
     fixed = changed(clean, variants=["fallback"])
-    assert (
-        f"graph and eager of ERNIE-4.5-VL differ in {answers._explained([session])}, and with variants in none of"
-        in (answers.safety([session, fixed]))
-    )
-    assert "differ in with" not in answers.safety([fixed])
-    assert list(answers.parity_numbers(clean).values()) == [0]
+    both = answers.safety([session, fixed])
+    assert f"of ERNIE-4.5-VL differ in {answers._explained([session])}, and with variants in none of" in both
+    assert "differ with variants in none of" in answers.safety([fixed])
 
     assert session.clean is not None
     missed = changed(

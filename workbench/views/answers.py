@@ -103,10 +103,11 @@ def safety(sessions: Sequence[Parity]) -> str:
         return "No parity session with CUDA graphs is recorded here."
     where = " and ".join(sorted({machine(session.environment) for session in sessions}))
     titles = " and ".join(dict.fromkeys(model_facts(session.model.key).title for session in sessions))
-    text = f"On {where} graph and eager of {titles} differ in "
     plain = [session for session in sessions if not session.variants]
     changed = [session for session in sessions if session.variants]
-    text += ", and with variants in ".join(_explained(part) for part in (plain, changed) if part)
+    parts = [f"in {_explained(plain)}"] if plain else []
+    parts += [f"with variants in {_explained(changed)}"] if changed else []
+    text = f"On {where} graph and eager of {titles} differ {', and '.join(parts)}"
     faults = [result for session in sessions for result in session.faults if result.status != "not_tested"]
     if faults:
         text += f"; {sum(one.status == 'caught' for one in faults)} of {len(faults)} planted faults were caught"
