@@ -19,7 +19,7 @@ from workbench.files import write_json
 from workbench.views.boundary import timelines
 
 SPANS = 1_000_000
-PIXELS = 2000
+PIXELS = 1500
 
 
 def measure() -> dict[str, Any]:

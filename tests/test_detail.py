@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench import detail, explain
+from workbench.kernels import FAMILIES
 from workbench.run import recording_folder
 from workbench.views import boundary
 
@@ -19,8 +20,8 @@ def spans(count: int, seed: int = 0) -> pd.DataFrame:
     tables = []
     for lane, groups, share, length in (
         ("host", ("replay", "clone"), 0.001, 2000.0),
-        ("CUDA calls", ("kernel launch", "wait"), 0.4995, 1.5),
-        ("GPU", ("gemm", "attention", "norm", "glue"), 0.4995, 3.0),
+        ("CUDA calls", ("graph launch", "kernel launch", "copy", "memset", "wait"), 0.4995, 1.5),
+        ("GPU", FAMILIES, 0.4995, 3.0),
     ):
         number = int(count * share)
         duration = rng.integers(1, 2 * int(1000 * length), number) / 1e3
@@ -34,9 +35,9 @@ def spans(count: int, seed: int = 0) -> pd.DataFrame:
 
 def test_a_timeline_of_a_million_spans_is_a_small_figure_with_the_same_sums() -> None:
     table = spans(1_000_000)
-    drawn = detail.level_of_detail(table, 2000)
+    drawn = detail.level_of_detail(table, boundary._PIXELS)
     assert list(drawn.columns) == detail.COLUMNS
-    assert len(drawn) <= 2 * 2000 * table.groupby(["lane", "group"]).ngroups
+    assert len(drawn) <= 2 * boundary._PIXELS * table.groupby(["lane", "group"]).ngroups
     sums = drawn.groupby(["lane", "group"])[SUMS].sum()
     wanted = table.groupby(["lane", "group"])["duration_us"].agg(["size", "sum"])
     assert sums["spans"].to_list() == wanted["size"].to_list()
@@ -50,7 +51,7 @@ def test_wide_spans_stay_and_narrow_ones_become_blocks_that_say_so() -> None:
     rows = [("GPU", "a", "gemm", 0.0, 50.0), ("GPU", "b", "gemm", 50.0, 1.0), ("GPU", "c", "gemm", 52.0, 1.0)]
     rows += [("GPU", "d", "norm", 53.0, 1.0), ("GPU", "e", "gemm", 90.0, 10.0)]
     drawn = detail.level_of_detail(pd.DataFrame(rows, columns=detail.COLUMNS[:5]), 10)
-    assert drawn["name"].to_list() == ["a", "2 spans, together 67% of this block", "d", "e"]
+    assert drawn["name"].to_list() == ["a", "2 spans, 67% busy", "d", "e"]
     assert drawn["start_us"].to_list() == [0, 50, 53, 90]
     assert drawn["duration_us"].to_list() == [50, 3, 1, 10]
     assert drawn["spans"].to_list() == [1, 2, 1, 1]

@@ -49,10 +49,7 @@ def level_of_detail(table: pd.DataFrame, pixels: int) -> pd.DataFrame:
     blocks["duration_us"] = blocks["end"] - blocks["start_us"]
     several = blocks["spans"] > 1
     share = blocks["busy_us"] / blocks["duration_us"].where(blocks["duration_us"] > 0, np.inf)
-    told = [
-        f"{count:,} spans, together {part:.0%} of this block"
-        for count, part in zip(blocks["spans"], share, strict=True)
-    ]
+    told = [f"{count:,} spans, {part:.0%} busy" for count, part in zip(blocks["spans"], share, strict=True)]
     blocks["name"] = blocks["name"].where(~several, told)
     made = pd.concat([whole[~narrow][COLUMNS], blocks[COLUMNS]], ignore_index=True)
     return made.sort_values("start_us", kind="stable", ignore_index=True)

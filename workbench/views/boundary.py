@@ -42,7 +42,7 @@ _GROUP_COLORS = {
     "clone": PURPLE,
     "item_specs": MUTED,
 }
-_MOST_SPANS, _PIXELS = 20_000, 2000  # of one arm; a screen is about as wide
+_MOST_SPANS, _PIXELS = 20_000, 1500  # of one arm; a figure is hardly wider
 _LANES = ("GPU", "CUDA calls", "host")
 _BELOW = {"orientation": "h", "x": 0, "y": -0.28, "yanchor": "top"}  # a legend of several rows would hide the title
 
