@@ -84,7 +84,11 @@ def _figures_headline(result: Result) -> Rows:
         (
             f"timeline of {result['spans']:,} spans as HTML",
             f"{result['cpu_s']:.1f} CPU s, {result['html_bytes'] / 1e6:.1f} MB",
-        )
+        ),
+        (
+            f"first figure of a trace of {result['first_bytes'] / 1e9:.2f} GB",
+            f"{result['first_cpu_s']:.1f} CPU s, {result['first_wall_s']:.1f} s (limit {result['first_limit_s']:.0f})",
+        ),
     ]
 
 
@@ -207,16 +211,23 @@ def sweep(result: Result) -> tuple[str, str]:
 
 
 def figures(result: Result) -> tuple[str, str]:
-    """The large timeline."""
-    row = (
-        f"{result['spans']:,}",
-        f"{result['drawn']:,}",
-        f"{result['wall_s']:.1f}",
-        f"{result['cpu_s']:.1f}",
-        f"{result['html_bytes'] / 1e6:.1f}",
-    )
-    heads = ("spans", "drawn", "wall s", "CPU s", "HTML with plotly.js, MB")
-    return "Timeline as a figure", table(heads, [row])
+    """The large timeline, and the first figure of a large trace."""
+    rows = [
+        (
+            f"timeline of {result['spans']:,} spans, {result['drawn']:,} drawn",
+            f"{result['wall_s']:.1f}",
+            f"{result['cpu_s']:.1f}",
+            f"{result['html_bytes'] / 1e6:.1f}",
+        ),
+        (
+            f"first call of a trace of {result['first_events']:,} events, {result['first_bytes'] / 1e9:.2f} GB, from "
+            "its file",
+            f"{result['first_wall_s']:.1f}",
+            f"{result['first_cpu_s']:.1f}",
+            "",
+        ),
+    ]
+    return "Figures", table(("figure", "wall s", "CPU s", "HTML with plotly.js, MB"), rows)
 
 
 def widgets(result: Result) -> tuple[str, str]:
