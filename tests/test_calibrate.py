@@ -4,15 +4,17 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from tests import profiles
 from workbench.budgets import Configuration, Resolved
 from workbench.comparison import check
-from workbench.costs import CostModel, read_profile
+from workbench.costs import BatchShape, CallPoint, CostModel, read_profile
 from workbench.errors import WorkbenchError
 from workbench.files import write_json
 from workbench.planner import plan
@@ -258,6 +260,37 @@ def test_random_configurations_hold_what_their_budgets_say(seed: int, budgets: t
     for n, t in zip(tokens, frames, strict=True):
         assert 0 < n <= budgets[-1]
         assert n % t == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_random_calls_tell_what_an_item_costs(seed: int) -> None:
+    """32 small images in one replay are predicted by calls as calibration draws them, timed with 3 % noise."""
+    from workbench.encoder.calibrate import CALL_ITEMS, random_call, random_configuration
+
+    random = np.random.default_rng(seed)
+    profile = profiles.make_profile()
+    calls = []
+    for items in CALL_ITEMS:
+        configuration = random_configuration(random, profiles.BUDGETS[:-2], items)
+        for index in range(16):
+            tokens = np.array(random_call(random, configuration.budgets[-1], many=index % 3 == 2))
+            made = plan(tokens, np.array([0, len(tokens)]), Resolved(configuration.budgets, items, 0))
+            batches = [
+                (int(budget), made.arrangement.tokens[first:end].tolist())
+                for budget, first, end in zip(made.budget, made.first, made.first[1:], strict=False)
+            ]
+            shapes = [
+                BatchShape(budget=b, items=len(n), tokens=sum(n), squares=sum((4 * one) ** 2 for one in n))
+                for b, n in batches
+            ]
+            wall = profiles.call_us(batches) * (1 + 0.03 * random.standard_normal(5))
+            calls.append(CallPoint(batches=shapes, wall_us=wall.tolist(), host_us=wall.tolist()))
+    model = CostModel(msgspec.structs.replace(profile, calls=calls))
+    shapes = [batch for call in calls for batch in call.batches]
+    assert sum(batch.items > 8 for batch in shapes) >= 4
+    made = plan(np.full(32, 24), np.array([0, 32]), Resolved((768,), 32, 0))
+    assert model.call_costs(made).wall_us[0] == pytest.approx(profiles.call_us([(768, [24] * 32)]), rel=0.05)
 
 
 def test_first_calls_keep_equal_ones_and_leave_videos_out() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import islice
+from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,7 +57,8 @@ EAGER_TOKENS = (64, 256, 1024, 2048, 4096)
 CALL_TOKENS = 4096  # largest budget of the random configurations whose whole calls are timed
 CALL_ITEM = 1024  # largest item of a random call: in the time of a larger one the host's share is lost
 MANY_TOKENS = 96  # largest of many small images in a random call
-CALL_ITEMS = (1, 2, 4, 8, 16, 32)  # max items of random configurations
+# Max items of the random configurations for images, in turn, and of those for videos.
+CALL_ITEMS, CALL_VIDEOS = (32, 1, 8, 2, 16, 4), (4, 1)
 FIRST_CAPTURES = 4  # managers of one budget each, whose capture shows what the activations take
 VIDEO_FRAMES = 8  # of a video that is timed; in calls, the most
 # Graphs of videos that are captured alone: budgets, max items, max frames; vLLM's own frames come on top.
@@ -337,8 +338,8 @@ class _Calls:
     """Random calls under random configurations, so that call, batch and item costs can be told apart.
 
     They are timed in rounds over all of them, and rounds are spread over the whole calibration: a host's speed drifts,
-    on an H200's by a factor of two for seconds at a time. Every max items of `CALL_ITEMS` comes in turn, so that
-    batches of many items are among them whatever the seed; every third configuration is for videos where the model
+    on an H200's by a factor of two for seconds at a time. Max items come in turn, so that batches of many items are
+    among them whatever the seed; every third configuration is for videos where the model
     takes them.
     """
 
@@ -347,17 +348,21 @@ class _Calls:
         self.work: list[tuple[Callable[[EncoderInputs], object], EncoderInputs, list[BatchShape]]] = []
         self.rounds: list[list[tuple[float, float]]] = []
         session, random = meter.session, meter.random
-        items = random.permutation(CALL_ITEMS)
+        for_images, for_videos = cycle(CALL_ITEMS), cycle(CALL_VIDEOS)
         for index in range(meter.effort.configurations):
-            drawn = random_configuration(random, budgets, int(items[index % len(items)]))
             videos = meter.videos and index % 3 == 2
+            drawn = random_configuration(random, budgets, next(for_videos if videos else for_images))
             configuration = meter.configuration(drawn.budgets, drawn.max_items, VIDEO_FRAMES if videos else 1)
             manager = stack.enter_context(session.alongside(configuration))
             largest = configuration.budgets[-1]
             with session.using(manager, configuration):
                 session.capture()
-                for _ in range(meter.effort.calls):
-                    drawn_call = random_videos(random, largest) if videos else (random_call(random, largest), None)
+                for call in range(meter.effort.calls):
+                    drawn_call = (
+                        random_videos(random, largest)
+                        if videos
+                        else (random_call(random, largest, many=call % 3 == 2), None)
+                    )
                     inputs = meter.inputs(*drawn_call)
                     shapes = meter.shapes(inputs)  # also the warm-up
                     self.work.append((_graph_arm(session, manager, configuration), inputs, shapes))
@@ -451,27 +456,30 @@ def _spread(budgets: Sequence[int], count: int) -> list[int]:
 def random_configuration(random: np.random.Generator, budgets: Sequence[int], items: int = 0) -> Configuration:
     """Draw 3 to 8 budgets between the smallest and largest of `budgets`, and max items unless they are given.
 
+    Where they are given, the smallest budget holds so many small images: below it vLLM would rather make two batches
+    than one of the next budget, and no batch would have as many.
+
     The drawn budgets need not be among `budgets`: between them, predictions interpolate. They are multiples of 16 and,
     where that range allows, of max items, so that every graph holds what its budget says (D3).
     """
     low, high = -(-min(budgets) // 16), max(budgets) // 16
+    low = max(low, min(2 * items, high // 2))  # 32 tokens an item
     largest = int(random.integers(max(low, high // 2), high + 1))
     count = int(random.integers(2, 8))
     drawn = np.exp(random.uniform(np.log(low), np.log(largest), count)).astype(int)
-    items = items or int(random.choice(CALL_ITEMS))
+    items = items or int(random.choice(sorted(CALL_ITEMS)))
     unit = max(16, items)
     top = max(budgets) // unit * unit
     chosen = sorted({min(-(-16 * int(n) // unit) * unit, top) for n in (*drawn, largest)})
     return Configuration(tuple(chosen), min(items, chosen[0]))
 
 
-def random_call(random: np.random.Generator, largest: int) -> list[int]:
-    """Draw the tokens of 1 to 8 images or, every third time or so, of 9 to 32 small ones; none above `largest`.
+def random_call(random: np.random.Generator, largest: int, *, many: bool) -> list[int]:
+    """Draw the tokens of 1 to 8 images or, of `many` small ones, 9 to 32; none above `largest`.
 
     Sizes are log-uniform from 16 tokens. Without the small ones a batch has few items, and the costs of a batch and of
     an item cannot be told apart: an H200 profile made so predicted 32 images in one replay 40 % too slow.
     """
-    many = random.random() < 1 / 3
     count = int(random.integers(9, 33) if many else random.integers(1, 9))
     most = min(MANY_TOKENS if many else CALL_ITEM, largest)
     return [int(n) for n in np.exp(random.uniform(np.log(16), np.log(most), count))]
