@@ -263,6 +263,58 @@ def test_the_offsets_of_glm_never_fall() -> None:
             assert not fixed.findings
 
 
+@pytest.fixture(scope="module")
+def glm_beside_videos() -> Iterator[EncoderSession]:
+    """A captured GLM-4.1V of one block and one head that takes videos; its images have the zeroed tails of D6."""
+    options = SessionOptions(model="glm4_1v", depth=1, width=128, video_limit=1)
+    with open_session(options, Configuration((16, 32, 64), 4, 16)) as session:
+        session.capture()
+        yield session
+
+
+def random_clips(chance: random.Random) -> list[Grid]:
+    """Up to three videos of at most four frames, as many as a batch has room for."""
+    return [
+        (chance.randint(1, 4), 2 * chance.randint(1, 4), 2 * chance.randint(1, 4)) for _ in range(chance.randint(1, 3))
+    ]
+
+
+@pytest.mark.parametrize("names", [["position_cache"], ["position_cache", "cu_seqlens_tail"]], ids="+".join)
+def test_cached_positions_are_those_of_vllm(glm_beside_videos: EncoderSession, names: list[str]) -> None:
+    plain, chance, items = glm_beside_videos, random.Random(2), 0
+    with plain.with_variants(names) as changed:
+        changed.capture()
+        while items < 2 * GRIDS:
+            video = chance.random() < 0.5
+            grids = random_clips(chance) if video else random_images(chance)
+            inputs = plain.inputs(grids, "video" if video else "image", seed=items)
+            expected = plain.graph(inputs)
+            assert same(changed.graph(inputs), expected), grids
+            items += len(grids)
+        cache = changed.model.position_cache
+        assert cache.hits > cache.misses > 100
+        held = buffers(changed, 64), buffers(plain, 64)
+        for key in ("pos_embeds", "rotary_pos_emb_cos", "rotary_pos_emb_sin"):
+            assert torch.equal(held[0][key], held[1][key])
+
+
+def test_cached_positions_are_forgotten_with_the_weights(glm_beside_videos: EncoderSession) -> None:
+    plain = glm_beside_videos
+    inputs = plain.inputs([(1, 4, 6)])
+    weight = plain.model.visual.embeddings.position_embedding.weight
+    kept = weight.detach().clone()
+    with plain.with_variants(["position_cache"]) as changed:
+        changed.capture()
+        before = changed.graph(inputs)
+        changed.model.load_weights([("visual.embeddings.position_embedding.weight", kept * 3)])
+        try:
+            after = changed.graph(inputs)
+            assert same(after, plain.eager_served(inputs))
+            assert not same(after, before)
+        finally:
+            weight.data.copy_(kept)
+
+
 # Attaching ----------------------------------------------------------------------------------------------------------
 
 

@@ -92,6 +92,13 @@ VARIANTS: tuple[Variant, ...] = (
         exact=False,
     ),
     Variant(
+        name="position_cache",
+        model="glm4_1v",
+        where="position_cache:PositionCache",
+        idea="position embeddings interpolated once per grid",
+        sources=guard.MANAGER + guard.GLM_POSITIONS,
+    ),
+    Variant(
         name="cu_seqlens_tail",
         model="glm4_1v",
         where="cu_seqlens_tail:CuSeqlensTail",

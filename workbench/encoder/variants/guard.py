@@ -18,7 +18,8 @@ from workbench.errors import WorkbenchError
 _FILE = "vllm.model_executor.models.ernie45_vl"
 _ERNIE = f"{_FILE}:Ernie4_5_VLMoeForConditionalGeneration"
 _TOWER = f"{_FILE}:Ernie4_5_VisionTransformer"
-_GLM = "vllm.model_executor.models.glm4_1v:Glm4vForConditionalGeneration"
+_GLM_FILE = "vllm.model_executor.models.glm4_1v"
+_GLM = f"{_GLM_FILE}:Glm4vForConditionalGeneration"
 _MANAGER = "vllm.v1.worker.encoder_cudagraph:EncoderCudaGraphManager"
 VERSIONS = "0.32.0 and 0.33.0"
 
@@ -58,6 +59,13 @@ GLM = (
     f"{_GLM}.prepare_encoder_cudagraph_capture_inputs",
     f"{_GLM}.prepare_encoder_cudagraph_replay_buffers",
 )
+GLM_POSITIONS = (
+    f"{_GLM}.prepare_encoder_cudagraph_replay_buffers",
+    f"{_GLM_FILE}:Glm4vVisionTransformer.prepare_encoder_metadata",
+    f"{_GLM_FILE}:Glm4vVisionTransformer.pos_embeds_interpolate",
+    f"{_GLM_FILE}:Glm4vVisionTransformer.rot_pos_emb",
+    f"{_GLM_FILE}:Glm4vVisionEmbeddings.forward",
+)
 
 # SHA-256, first 12 digits, of the source in vLLM 0.32.0 and 0.33.0, which are alike.
 HASHES: dict[str, str] = {
@@ -82,6 +90,10 @@ HASHES: dict[str, str] = {
     f"{_GLM}.get_encoder_cudagraph_config": "a97bf439ff73",
     f"{_GLM}.prepare_encoder_cudagraph_capture_inputs": "9ab2f751d78d",
     f"{_GLM}.prepare_encoder_cudagraph_replay_buffers": "3da5e7d8d60e",
+    f"{_GLM_FILE}:Glm4vVisionTransformer.prepare_encoder_metadata": "b7c466b5e167",
+    f"{_GLM_FILE}:Glm4vVisionTransformer.pos_embeds_interpolate": "f0fa02f9f96b",
+    f"{_GLM_FILE}:Glm4vVisionTransformer.rot_pos_emb": "5c4db9b81e2d",
+    f"{_GLM_FILE}:Glm4vVisionEmbeddings.forward": "6d2899f98ed9",
     "vllm.v1.attention.ops.vit_attn_wrappers:flash_attn_maxseqlen_wrapper": "978f77b843cd",
     f"{_MANAGER}._capture_budget_graph": "1b5a2b1d0ecf",
     f"{_MANAGER}._copy_padded_buffer": "b73c03e4a368",
