@@ -446,6 +446,13 @@ def test_images_beside_videos_are_encoded_rightly(calls: list[list[tuple[int, in
     assert answer.captured == answer.budgets
 
 
+@pytest.mark.parametrize("calls", [[[4999]], [[64], [7400]], [[4096, 5000]] * 2 + [[64, 64]]])
+def test_no_graph_of_glm_is_wider_than_its_position_table(calls: list[list[int]]) -> None:
+    advice = advise(workload(calls, "glm4_1v"), CostModel(make_profile(model="glm4_1v")))
+    assert not [finding.rule for finding in advice.findings if finding.severity == "error"]  # D7
+    assert advice.answer.budgets[-1] // advice.answer.max_items <= 4096
+
+
 def test_a_film_beside_images_that_no_budget_holds_is_refused() -> None:
     with pytest.raises(WorkbenchError, match=r"a call has 9,000 frames.*D6"):
         advise(filmed([[(64, 1)], [(9000, 9000)]]), CostModel(make_profile(model="glm4_1v")))

@@ -227,13 +227,18 @@ def test_the_held_out_check_has_clips_where_videos_are_served(films: "CostProfil
 def test_a_profile_of_glm_is_found_and_advises_frames(
     films: "CostProfile", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from workbench import costs
+    from workbench import costs, outcomes
     from workbench.cli import app
 
     path = tmp_path / "profile.json"
     write_json(path, films)
     monkeypatch.setitem(costs.SHIPPED, "glm4_1v", path)
     assert costs.choose_profile("glm4_1v") == films
+    monkeypatch.delenv(outcomes.SOURCE_VARIABLE, raising=False)
+    shown = outcomes.measured("glm4_1v")  # what notebook 02 reads
+    assert shown is not None
+    assert shown.model.profile == films
+    assert len(outcomes.frames_measured(shown.model)) == len(films.frames)
     workload = "{(224, 224, 8): 1.0}"
     result = CliRunner().invoke(app, ["advise", "--model", "glm4_1v", "--workload", workload, "--json"])
     assert result.exit_code == 0, result.output

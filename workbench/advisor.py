@@ -566,7 +566,9 @@ def open_study(
             f"a call has {least:,} frames, and beside images that takes as many max items (D6), more than the largest "
             f"budget of the cost profile, {tables.high:,}; advise for images and for videos apart"
         )
-    space = Space(queues, tables, objective, constraints.max_graphs, affordable, covers, least)
+    positions = facts.extra.get("rotary_positions")
+    widest = None if positions is None else int(positions) // facts.merge
+    space = Space(queues, tables, objective, constraints.max_graphs, affordable, covers, least, widest)
     return Study(
         workload=setting.workload,
         facts=facts,

@@ -49,6 +49,7 @@ class Space:
         affordable: whether budgets meet the other constraints.
         covers: every item must fit a budget.
         least_items: fewest max items.
+        widest: most tokens of a budget per item, where a model's position table sets a limit (D7).
     """
 
     queues: Queues
@@ -58,6 +59,7 @@ class Space:
     affordable: Callable[[tuple[int, ...]], bool]
     covers: bool
     least_items: int = 1
+    widest: int | None = None
 
     @property
     def largest_item(self) -> int:
@@ -96,7 +98,7 @@ class Space:
         budgets, max_items = point
         if not budgets or len(budgets) > self.max_graphs or budgets[0] < max(max_items, self.tables.low):
             return False
-        if max_items < self.least_items:
+        if max_items < self.least_items or (self.widest and budgets[-1] // max_items > self.widest):
             return False
         if budgets[-1] > self.tables.high or (self.covers and budgets[-1] < self.largest_item):
             return False
@@ -195,6 +197,8 @@ class _Walk:
         above = next((n for n in ITEMS if n >= most), most)
         tried = {n for n in ITEMS if n < most} | {most, above}
         least = space.least_items
+        if space.widest and least * space.widest < space.largest_item:
+            least = -(-space.largest_item // space.widest)
         if least > 1:
             tried = {n for n in tried if n > least} | {least, *[n for n in ITEMS if n > least][:2]}
         self.items = sorted(n for n in tried if n <= space.tables.high)

@@ -339,8 +339,7 @@ class _Calls:
 
     They are timed in rounds over all of them, and rounds are spread over the whole calibration: a host's speed drifts,
     on an H200's by a factor of two for seconds at a time. Max items come in turn, so that batches of many items are
-    among them whatever the seed; every third configuration is for videos where the model
-    takes them.
+    among them whatever the seed; every third configuration is for videos where the model takes them.
     """
 
     def __init__(self, meter: _Meter, stack: ExitStack, budgets: Sequence[int]) -> None:
