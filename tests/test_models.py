@@ -155,3 +155,26 @@ def test_the_table_of_models_is_current(capsys: pytest.CaptureFixture[str]) -> N
     for facts in MODELS.values():
         assert f"| `{facts.architecture}` | itself | yes | yes | yes |  |" in page
     assert page.count("| no | no | no |") >= 20
+
+
+@pytest.mark.engine
+def test_a_model_that_does_not_import_is_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    from workbench.encoder import coverage
+
+    architecture = "Qwen2_5_VLForConditionalGeneration"
+    known = {name: ModelRegistry.models[name] for name in (architecture, "LlamaForCausalLM")}
+    monkeypatch.setattr(ModelRegistry, "models", known)
+
+    real = importlib.import_module
+
+    def refuse(name: str, package: str | None = None) -> object:
+        if name.startswith("vllm.model_executor.models."):
+            raise RuntimeError(f"{name} needs a GPU")
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    (row,) = coverage.coverage()
+    assert (row.model_class, row.built, row.planned, row.linted) == (architecture, False, False, False)
+    assert row.reason == "its module does not import here (RuntimeError)"

@@ -10,8 +10,10 @@ protocol uses is read off its own `get_encoder_cudagraph_config`.
 """
 
 import importlib
+import importlib.util
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from workbench.encoder import engine
@@ -43,7 +45,8 @@ class Coverage:
 def coverage() -> list[Coverage]:
     """Walk vLLM's registered models, by protocol and name. Imports them all: some 20 seconds.
 
-    A model whose module does not import here (a package or a GPU is missing) is not among them.
+    A module that does not import here (a package or a GPU is missing) cannot be asked; where its source names the
+    protocol, its models are among the rows and the reason says so.
 
     Raises:
         WorkbenchError: no supported vLLM.
@@ -57,11 +60,34 @@ def coverage() -> list[Coverage]:
     for module_name, class_name in sorted(places):
         try:
             model_class = getattr(importlib.import_module(module_name), class_name)
-        except Exception:  # noqa: BLE001, S112  whatever a foreign module raises, it cannot be asked
+        except Exception as error:  # noqa: BLE001  whatever a foreign module raises, it cannot be asked
+            if _names_protocol(module_name):
+                rows.append(_unasked(module_name, class_name, error))
             continue
         if supports_encoder_cudagraph(model_class):
             rows.append(_row(model_class))
     return sorted(set(rows), key=lambda row: (not row.built, row.protocol, row.model_class))
+
+
+def _names_protocol(module_name: str) -> bool:
+    """Whether a module's source names the protocol; it is found without being imported."""
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except (ImportError, ValueError):  # a package above it fails
+        return False
+    return spec is not None and spec.origin is not None and "SupportsEncoderCudaGraph" in Path(spec.origin).read_text()
+
+
+def _unasked(module_name: str, class_name: str, error: Exception) -> Coverage:
+    return Coverage(
+        model_class=class_name,
+        module=module_name.rsplit(".", 1)[-1],
+        protocol=class_name,
+        built=False,
+        planned=False,
+        linted=False,
+        reason=f"its module does not import here ({type(error).__name__})",
+    )
 
 
 def _row(model_class: Any) -> Coverage:
