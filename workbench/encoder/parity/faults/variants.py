@@ -11,7 +11,7 @@ from workbench.encoder.instruments import wrapped
 from workbench.encoder.parity.faults.planting import Values, changed_values, fault
 from workbench.encoder.parity.lab import Lab
 
-ERNIE = ("ernie45_vl",)
+ERNIE, GLM = ("ernie45_vl",), ("glm4_1v",)
 _INDICES = ("temporal_first", "temporal_second")
 
 
@@ -30,6 +30,22 @@ def metadata_stale(lab: Lab) -> Iterator[None]:
         return get
 
     with wrapped(lab.model.batch_cache, "get", wrap):
+        yield
+
+
+@fault("cached positions of another grid of the same size", "positions", models=GLM, variants=("position_cache",))
+def positions_stale(lab: Lab) -> Iterator[None]:
+    """The key holds how many patches an item has, and not its grid."""
+
+    def wrap(original: Any) -> Any:
+        def get(key: tuple[int, int, int, int], compute: Callable[[], Values]) -> Values:
+            weight, t, h, w = key
+            values: Values = original((weight, t * h * w), compute)
+            return values
+
+        return get
+
+    with wrapped(lab.model.position_cache, "get", wrap):
         yield
 
 
