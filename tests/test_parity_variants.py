@@ -188,6 +188,7 @@ def test_prefixes_of_the_fused_tower(everything: "Lab", monkeypatch: pytest.Monk
     """What acts during replays only stands in for what a CUDA graph has baked in; the smallest prefix is a block."""
     from workbench.encoder.parity.bisect import bisect_graph
     from workbench.encoder.static_replay import StaticReplay
+    from workbench.encoder.variants.dataflow import KERNELS
 
     replaying: list[bool] = []
     kernels, original = everything.model.kernels, StaticReplay.replay
@@ -201,7 +202,7 @@ def test_prefixes_of_the_fused_tower(everything: "Lab", monkeypatch: pytest.Monk
         kernels.rotate(rows.flip(-1) if replaying else rows, cos, sin)  # a copy: rows stay as they were
 
     monkeypatch.setattr(StaticReplay, "replay", replay)
-    changed = SimpleNamespace(add_norm=kernels.add_norm, rotate=rotate, quick_gelu=kernels.quick_gelu)
+    changed = SimpleNamespace(**{name: getattr(kernels, name) for name in KERNELS} | {"rotate": rotate})
     monkeypatch.setattr(everything.model, "kernels", changed)
     seen = everything.observe([(1, 8, 10)], "prefix")
     assert {finding.suspect for finding in seen.findings} == {"replay"}

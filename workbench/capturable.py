@@ -190,11 +190,17 @@ class Case(Record, frozen=True):
 
 
 class Captured(Record, frozen=True):
-    """The graphs of one column. `schedules`: how attention is planned, see `variants.fused.Fused`."""
+    """The graphs of one column.
+
+    Attributes:
+        schedules: how attention is planned, see `variants.fused.Fused`.
+        recipes: how graphs of so many rows compute their steps, see `variants.recipe`.
+    """
 
     column: str
     costs: list[CaptureCost]
     schedules: list[str] = []
+    recipes: list[str] = []
 
 
 class Ladder(Record, frozen=True):

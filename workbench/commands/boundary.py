@@ -188,6 +188,8 @@ def show_ladder(ladder: "Ladder") -> None:
     for captured in ladder.captured:
         for schedule in captured.schedules:
             console.print(f"{captured.column}: attention is planned {schedule}", markup=False)
+        for recipe in captured.recipes:
+            console.print(f"{captured.column}: {recipe}", markup=False)
     for note in ladder.notes:
         console.print(note, markup=False)
 

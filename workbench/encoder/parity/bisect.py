@@ -89,23 +89,28 @@ def staged_kernels(model: Any) -> Iterator[Stages]:
 
     Its kernel `add_norm` is called twice per block, with the residual stream and the output of attention or MLP.
     """
+    from workbench.encoder.variants.dataflow import KERNELS, whole
+
     stages: Stages = {}
     kernels, calls = model.kernels, 0
 
-    def add_norm(hidden: torch.Tensor, update: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
+    def add_norm(
+        hidden: torch.Tensor, update: torch.Tensor, offset: torch.Tensor | None, norm: torch.nn.Module
+    ) -> torch.Tensor:
         nonlocal calls
         block, behind = divmod(calls, 2)
         calls += 1
         stages.setdefault("embeddings", _rows(hidden))
-        stages[f"blocks.{block}.{'mlp' if behind else 'attn'}"] = _rows(update)
-        normed: torch.Tensor = kernels.add_norm(hidden, update, norm)
+        stages[f"blocks.{block}.{'mlp' if behind else 'attn'}"] = _rows(whole(update, offset))
+        normed: torch.Tensor = kernels.add_norm(hidden, update, offset, norm)
         if behind:
             stages[f"blocks.{block}"] = _rows(hidden)
         if calls == 2 * len(model.vision_model.blocks):
             stages[TOWER] = _rows(normed)
         return normed
 
-    model.kernels = SimpleNamespace(add_norm=add_norm, rotate=kernels.rotate, quick_gelu=kernels.quick_gelu)
+    own = {name: getattr(kernels, name) for name in KERNELS}
+    model.kernels = SimpleNamespace(**own | {"add_norm": add_norm})
     try:
         yield stages
     finally:

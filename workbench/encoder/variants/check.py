@@ -10,18 +10,23 @@ code 1: it cannot.
 import json
 import os
 import sys
-from collections.abc import Callable
-from itertools import accumulate
+from collections.abc import Callable, Iterator
+from itertools import accumulate, product
 from types import SimpleNamespace
 
 import torch
 
 from workbench.encoder.variants import dataflow
+from workbench.encoder.variants.recipe import TILES
 from workbench.errors import WorkbenchError
+
+Random = Callable[..., torch.Tensor]
 
 # Sums in another order and fused multiplies move a result by a unit or two in the last place.
 ALLOWED_ULPS = 4.0
 _NORMS = ((1, 80), (5, 160), (3, 1280), (257, 1280))
+_PARTS = (0, 1, 3)
+_ATTENTION = ((2, 80), (1, 64))
 _HEADS = ((1, 1, 80), (5, 6, 80), (3, 16, 80), (2, 9, 64))
 
 
@@ -46,7 +51,7 @@ def check(device: torch.device) -> dict[str, float]:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    worst = {"residual": 0.0, "add_norm": 0.0, "rotate": 0.0, "quick_gelu": 0.0}
+    worst = dict.fromkeys(("residual", "add_norm", "rotate", "quick_gelu", "attend"), 0.0)
     with torch.no_grad():
         for dtype in (torch.bfloat16, torch.float16):
             for name, distance in _distances(device, dtype, random):
@@ -58,21 +63,20 @@ def check(device: torch.device) -> dict[str, float]:
     return worst
 
 
-def _distances(
-    device: torch.device, dtype: torch.dtype, random: Callable[..., torch.Tensor]
-) -> list[tuple[str, float]]:
+def _distances(device: torch.device, dtype: torch.dtype, random: Random) -> list[tuple[str, float]]:
     from workbench.encoder.variants import kernels
 
     found = []
-    for rows, width in _NORMS:
+    for (rows, width), parts in product(_NORMS, _PARTS):
         norm = torch.nn.LayerNorm(width, eps=1e-5)
         norm.weight.copy_(1 + 0.1 * random(width))
         norm.bias.copy_(0.1 * random(width))
         norm = norm.to(device, dtype)
-        hidden, update = (3 * random(rows, width)).to(device, dtype), random(rows, width).to(device, dtype)
+        hidden = (3 * random(rows, width)).to(device, dtype)
+        update, offset = _product(rows, width, parts, random, device, dtype)
         mine, theirs = hidden.clone(), hidden.clone()
-        normed = kernels.add_norm(mine, update, norm)
-        dataflow.add_norm(theirs, update, norm)
+        normed = kernels.add_norm(mine, update, offset, norm)
+        dataflow.add_norm(theirs, update, offset, norm)
         found.append(("residual", ulps(mine, theirs)))
         found.append(("add_norm", ulps(normed, norm(mine))))
     for rows, heads, size in _HEADS:
@@ -82,11 +86,42 @@ def _distances(
         dataflow.rotate(theirs[:, : 2 * heads], angle.cos(), angle.sin())
         untouched = torch.equal(mine[:, 2 * heads :], wide[:, 2 * heads :])
         found.append(("rotate", ulps(mine, theirs) if untouched else float("inf")))
-    x = (4 * random(3, 1000)).to(device, dtype)
-    x[0, :3] = torch.tensor([0.0, -60.0, 60.0])
-    expected = (x.float() * torch.sigmoid(1.702 * x.float())).to(dtype)
-    found.append(("quick_gelu", ulps(kernels.quick_gelu(x.clone()), expected)))
+    for parts in _PARTS:
+        x, offset = _product(3, 1000, parts, random, device, dtype)
+        x *= 4
+        (x if parts == 0 else x[0])[0, :3] = torch.tensor([0.0, -60.0, 60.0])
+        whole = dataflow.whole(x, offset).to(dtype).float()
+        expected = (whole * torch.sigmoid(1.702 * whole)).to(dtype)
+        found.append(("quick_gelu", ulps(kernels.quick_gelu(x.clone(), offset), expected)))
+    if device.type == "cuda" or dtype == torch.float16:  # the interpreter multiplies no blocks of bfloat16
+        found += [("attend", distance) for distance in _attended(device, dtype, random)]
     return found
+
+
+def _product(
+    rows: int, width: int, parts: int, random: Random, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a product of [rows, width] and no bias where `parts` is 0; else [parts, rows, width] and a bias."""
+    if parts == 0:
+        return random(rows, width).to(device, dtype), None
+    return random(parts, rows, width).to(device, dtype), (0.1 * random(width)).to(device, dtype)
+
+
+def _attended(device: torch.device, dtype: torch.dtype, random: Random) -> Iterator[float]:
+    """Attend over sequences of which one is empty, poisoned rows behind them; relative RMS over what rounding gives."""
+    from workbench.encoder.variants import kernels
+
+    for (heads, size), tile in product(_ATTENTION, TILES):
+        ends = [0, 70, 71, 71, 200]
+        rows = random(ends[-1] + 20, 3 * heads, size).to(device, dtype)
+        rows[ends[-1] :] = float("nan")
+        offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+        got, expected = (torch.zeros(rows.shape[0], heads, size, dtype=kind, device=device) for kind in (dtype, torch.float32))  # fmt: skip  # noqa: E501
+        kernels.attend(rows, offsets, 150, size**-0.5, got, tile)
+        dataflow.attend(rows.float(), offsets, 150, size**-0.5, expected, tile)
+        clean = not bool(got[ends[-1] :].any())
+        apart = float((got.float() - expected).norm() / expected.norm())
+        yield apart / torch.finfo(dtype).eps if clean and apart == apart else float("inf")
 
 
 def check_attention_plan() -> list[str]:

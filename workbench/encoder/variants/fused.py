@@ -2,7 +2,8 @@
 
 Per call: cos and sin once. Per block: q, k and v are views of the product's output, rotated in place; attention
 writes into one output that all blocks share and that is zeroed once, so that padding rows stay finite; residual add
-and the next norm are one kernel; the activation is in place. Only the captured forward changes, no eager path.
+and the next norm are one kernel; the activation is in place. Small graphs compute some steps in other ways, see
+`recipe`. Only the captured forward changes, no eager path.
 
 Where there is no Triton or no CUDA, the same dataflow runs in torch (`dataflow`).
 
@@ -10,22 +11,23 @@ Import this module only after `engine.require_vllm`.
 """
 
 import importlib.util
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
+from workbench.encoder.variants import dataflow
 from workbench.encoder.variants.base import ErnieVariant
-
-Attend = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+from workbench.encoder.variants.recipe import Attend, Recipe, Tile, choose, product
 
 
 class Fused(ErnieVariant):
     """See the module.
 
     Attributes:
-        kernels: module that holds `add_norm`, `rotate` and `quick_gelu`.
+        kernels: module that holds `add_norm`, `rotate`, `quick_gelu` and `attend`.
+        in_triton: `kernels` are Triton's, which can compute a step in several ways.
+        recipes: (rows, sequence slots, longest sequence) -> how a graph of that shape computes its steps.
         plan_attention: let FlashAttention 3 plan the blocks' attention once per call. Off unless
             `python -m workbench.encoder.variants.check attention-plan` has shown that this FlashAttention can.
         schedules: (sequence slots, longest sequence) -> "once per call", or why attention is planned in every block.
@@ -35,11 +37,11 @@ class Fused(ErnieVariant):
 
     def __init_variant__(self) -> None:
         """Choose the kernels; `attach` calls it."""
-        from workbench.encoder.variants import dataflow
-
         self.schedules: dict[tuple[int, int], str] = {}
+        self.recipes: dict[tuple[int, int, int], Recipe] = {}
         self.kernels: Any = dataflow
-        if self.vision_model.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        self.in_triton = self.vision_model.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        if self.in_triton:
             from workbench.encoder.variants import kernels
 
             self.kernels = kernels
@@ -57,7 +59,8 @@ class Fused(ErnieVariant):
         first = vision.blocks[0].attn
         heads, size = first.num_attention_heads_per_partition, first.hidden_size_per_attention_head
         context = hidden.new_zeros(hidden.shape[0], heads, size)
-        attend = self._attention(metadata)
+        recipe = self._recipe(hidden.shape[0], metadata)
+        attend = self._attend(recipe, metadata)
         normed: torch.Tensor = vision.blocks[0].norm1(hidden)
         following = [block.norm1 for block in vision.blocks[1:]] + [vision.ln]
         for block, next_norm in zip(vision.blocks, following, strict=True):
@@ -65,20 +68,42 @@ class Fused(ErnieVariant):
             rows = qkv.view(-1, 3 * heads, size)
             run.rotate(rows[:, : 2 * heads], cos, sin)
             attended = attend(block.attn.attn, rows, context)
-            update, _ = block.attn.proj(attended.reshape(-1, heads * size))
-            normed = run.add_norm(hidden, update, block.norm2)
-            wide, _ = block.mlp.fc1(normed)
-            update, _ = block.mlp.fc2(run.quick_gelu(wide))
-            normed = run.add_norm(hidden, update, next_norm)
+            update = product(block.attn.proj, attended.reshape(-1, heads * size), recipe.proj)
+            normed = run.add_norm(hidden, *update, block.norm2)
+            wide = run.quick_gelu(*product(block.mlp.fc1, normed, recipe.fc1))
+            normed = run.add_norm(hidden, *product(block.mlp.fc2, wide, recipe.fc2), next_norm)
         return normed
 
-    def _attention(self, metadata: dict[str, torch.Tensor]) -> Attend:
+    def _attend(self, recipe: Recipe, metadata: dict[str, torch.Tensor]) -> Attend:
+        if recipe.tile is None:
+            return self._attention(metadata)
+        return partial(_attend_shortly, self.kernels, metadata["cu_seqlens"], int(metadata["max_seqlen"]), recipe.tile)
+
+    def _recipe(self, rows: int, metadata: dict[str, torch.Tensor]) -> Recipe:
+        """Return how a graph of `rows` rows computes its steps.
+
+        vLLM calls the forward once before it captures. That call measures the ways, if nothing is captured meanwhile.
+        """
+        if not self.in_triton:
+            return Recipe()
+        from workbench.encoder.variants import kernels
+
+        offsets, longest = metadata["cu_seqlens"], int(metadata["max_seqlen"])
+        key = (rows, offsets.shape[0] - 1, longest)
+        if key not in self.recipes:
+            if torch.cuda.is_current_stream_capturing():
+                return Recipe()
+            attend = self._attention(metadata, plan=False)
+            self.recipes[key] = choose(self.vision_model.blocks, kernels, rows, attend, offsets, longest)
+        return self.recipes[key]
+
+    def _attention(self, metadata: dict[str, torch.Tensor], plan: bool = True) -> Attend:
         offsets, longest = metadata["cu_seqlens"], metadata["max_seqlen"]
         attention = self.vision_model.blocks[0].attn.attn
         if not _is_flash(attention):
             return partial(_attend_by_vllm, offsets, longest)
         most = int(longest)  # on the CPU; a CUDA graph bakes it in
-        schedule = self._schedule(attention, offsets, most) if attention._fa_version == 3 else None
+        schedule = self._schedule(attention, offsets, most) if plan and attention._fa_version == 3 else None
         return partial(_attend_by_flash, offsets, most, schedule)
 
     def _schedule(self, attention: Any, offsets: torch.Tensor, most: int) -> torch.Tensor | None:
@@ -111,6 +136,20 @@ def _attend_by_vllm(
     q, k, v = (x.unsqueeze(0) for x in rows.chunk(3, dim=1))
     output: torch.Tensor = attention(query=q, key=k, value=v, cu_seqlens=offsets, max_seqlen=longest)
     return output.squeeze(0)
+
+
+def _attend_shortly(
+    kernels: Any,
+    offsets: torch.Tensor,
+    longest: int,
+    tile: Tile,
+    attention: Any,
+    rows: torch.Tensor,
+    context: torch.Tensor,
+) -> torch.Tensor:
+    """Run the kernel for short sequences on [rows, 3 heads, size] into `context`."""
+    kernels.attend(rows, offsets, longest, attention.scale, context, tile)
+    return context
 
 
 def _attend_by_flash(

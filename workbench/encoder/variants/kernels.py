@@ -1,37 +1,60 @@
 """Triton kernels of variant `fused`. Statistics are float32, and results are rounded where vLLM rounds them.
 
-Every function takes contiguous rows (`rotate` also takes rows of a wider matrix) and works on CUDA tensors; under
-`TRITON_INTERPRET=1` on CPU tensors. `workbench.encoder.variants.dataflow` has the same functions in torch.
+A product may come in parts, [parts, rows, width]: sums over shares of its inner dimension that are still to be added,
+and its bias too. The kernel that reads the product adds them up, in float32 and always in the same order.
+
+Every function works on CUDA tensors, and under `TRITON_INTERPRET=1` on CPU tensors.
+`workbench.encoder.variants.dataflow` has the same functions in torch.
 """
+
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
+from workbench.encoder.variants.recipe import Tile
+
 _ACTIVATION_BLOCK = 1024
+_LOG2_E = 1.4426950408889634
+_HEAD_BLOCK = 8
+# Columns of a tile of `attend`. With 16, Triton 3.6 read beside the tile on an H200: wrong products, or a fault.
+_NARROWEST = 32
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_norm(hidden, update, weight, bias, normed, width: tl.constexpr, block: tl.constexpr, eps: tl.constexpr):  # type: ignore[no-untyped-def]
+def _total(place, inside, step, parts: tl.constexpr):  # type: ignore[no-untyped-def]
+    total = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, parts):
+        total += tl.load(place + part * step, mask=inside, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_norm(hidden, update, offset, weight, bias, normed, step, parts: tl.constexpr, has_offset: tl.constexpr, width: tl.constexpr, block: tl.constexpr, eps: tl.constexpr, early: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, block)
     inside = column < width
-    old = tl.load(hidden + row + column, mask=inside, other=0.0).to(tl.float32)
-    x = old + tl.load(update + row + column, mask=inside, other=0.0).to(tl.float32)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    if early:
+        tl.extra.cuda.gdc_wait()
+    x = _total(update + row + column, inside, step, parts)
+    if has_offset:
+        x += tl.load(offset + column, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(hidden + row + column, mask=inside, other=0.0).to(tl.float32)
     x = x.to(hidden.dtype.element_ty)  # the residual stream is rounded before it is normalised
     tl.store(hidden + row + column, x, mask=inside)
     x = x.to(tl.float32)
     mean = tl.sum(x, 0) / width
     centred = tl.where(inside, x - mean, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     result = centred * scale * gain + shift
     tl.store(normed + row + column, result.to(normed.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rotate(rows, cos, sin, stride, heads: tl.constexpr, half: tl.constexpr, head_block: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _rotate(rows, cos, sin, stride, heads: tl.constexpr, half: tl.constexpr, head_block: tl.constexpr, block: tl.constexpr, early: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * head_block + tl.arange(0, head_block)[:, None]
     feature = tl.arange(0, block)[None, :]
@@ -39,6 +62,8 @@ def _rotate(rows, cos, sin, stride, heads: tl.constexpr, half: tl.constexpr, hea
     c = tl.load(cos + row * half + feature, mask=feature < half, other=0.0)
     s = tl.load(sin + row * half + feature, mask=feature < half, other=0.0)
     place = rows + row * stride + head * (2 * half) + feature
+    if early:
+        tl.extra.cuda.gdc_wait()
     a = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(place + half, mask=inside, other=0.0).to(tl.float32)
     tl.store(place, (a * c - b * s).to(rows.dtype.element_ty), mask=inside)
@@ -46,20 +71,74 @@ def _rotate(rows, cos, sin, stride, heads: tl.constexpr, half: tl.constexpr, hea
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _quick_gelu(values, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _quick_gelu(values, offset, result, count, parts: tl.constexpr, has_offset: tl.constexpr, width: tl.constexpr, block: tl.constexpr, early: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = place < count
-    x = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
+    if early:
+        tl.extra.cuda.gdc_wait()
+    x = _total(values + place, inside, count, parts)
+    if has_offset:
+        x += tl.load(offset + place % width, mask=inside, other=0.0).to(tl.float32)
+    x = x.to(result.dtype.element_ty).to(tl.float32)
     x = x / (1.0 + tl.exp(-1.702 * x))
-    tl.store(values + place, x.to(values.dtype.element_ty), mask=inside)
+    tl.store(result + place, x.to(result.dtype.element_ty), mask=inside)
 
 
-def add_norm(hidden: torch.Tensor, update: torch.Tensor, norm: torch.nn.LayerNorm) -> torch.Tensor:
-    """Add `update` to `hidden` [rows, width] in place, and return `norm` of the sum in a new tensor."""
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend(rows, offsets, context, stride, scale, heads: tl.constexpr, size: tl.constexpr, block: tl.constexpr, query_block: tl.constexpr, key_block: tl.constexpr, early: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+    dtype: tl.constexpr = context.dtype.element_ty
+    head = tl.program_id(1)
+    begin = tl.load(offsets + tl.program_id(2))
+    end = tl.load(offsets + tl.program_id(2) + 1)
+    first = begin + tl.program_id(0) * query_block
+    if first >= end:
+        return
+    if early:
+        tl.extra.cuda.gdc_wait()
+    feature = tl.arange(0, block)[None, :]
+    query = (first + tl.arange(0, query_block))[:, None]
+    wanted = (query < end) & (feature < size)
+    query = query.to(tl.int64)
+    q = tl.load(rows + query * stride + head * size + feature, mask=wanted, other=0.0)
+    most = tl.full([query_block], float("-inf"), tl.float32)
+    total = tl.zeros([query_block], tl.float32)
+    out = tl.zeros([query_block, block], tl.float32)
+    for start in range(begin, end, key_block):
+        key = (start + tl.arange(0, key_block))[:, None]
+        there = (key < end) & (feature < size)
+        place = rows + key.to(tl.int64) * stride + (heads + head) * size + feature
+        k = tl.load(place, mask=there, other=0.0)
+        scores = tl.dot(q, tl.trans(k)) * scale
+        visible = (start + tl.arange(0, key_block))[None, :] < end
+        scores = tl.where(visible, scores, float("-inf"))
+        larger = tl.maximum(most, tl.max(scores, 1))
+        weights = tl.exp2(scores - larger[:, None])
+        shrink = tl.exp2(most - larger)
+        most = larger
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(place + heads * size, mask=there, other=0.0)
+        out = tl.dot(weights.to(dtype), v, out * shrink[:, None])
+    out = out / total[:, None]
+    tl.store(context + query * (heads * size) + head * size + feature, out.to(dtype), mask=wanted)
+
+
+def add_norm(
+    hidden: torch.Tensor, update: torch.Tensor, offset: torch.Tensor | None, norm: torch.nn.LayerNorm
+) -> torch.Tensor:
+    """Add a product to `hidden` [rows, width] in place, and return `norm` of the sum in a new tensor.
+
+    Args:
+        update: [rows, width] or [parts, rows, width].
+        offset: the product's bias [width], where it is still to be added.
+    """
     rows, width = hidden.shape
     normed = torch.empty_like(hidden)
-    block = triton.next_power_of_2(width)
-    _add_norm[(rows,)](hidden, update, norm.weight, norm.bias, normed, width, block, norm.eps, num_warps=4)
+    early = _early(hidden.device)
+    _add_norm[(rows,)](
+        hidden, update, norm.bias if offset is None else offset, norm.weight, norm.bias, normed, rows * width,
+        _parts(update), offset is not None, width, triton.next_power_of_2(width), norm.eps, early, num_warps=4,
+        **_launch(early),
+    )  # fmt: skip
     return normed
 
 
@@ -72,13 +151,61 @@ def rotate(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """
     count, heads, size = rows.shape
     half = size // 2
-    head_block = 8
-    grid = (count, triton.cdiv(heads, head_block))
-    _rotate[grid](rows, cos, sin, rows.stride(0), heads, half, head_block, triton.next_power_of_2(half), num_warps=2)
+    early = _early(rows.device)
+    grid = (count, triton.cdiv(heads, _HEAD_BLOCK))
+    _rotate[grid](
+        rows, cos, sin, rows.stride(0), heads, half, _HEAD_BLOCK, triton.next_power_of_2(half), early, num_warps=2,
+        **_launch(early),
+    )  # fmt: skip
 
 
-def quick_gelu(values: torch.Tensor) -> torch.Tensor:
-    """Replace x by x sigmoid(1.702 x) in place."""
-    count = values.numel()
-    _quick_gelu[(triton.cdiv(count, _ACTIVATION_BLOCK),)](values, count, _ACTIVATION_BLOCK, num_warps=4)
-    return values
+def quick_gelu(values: torch.Tensor, offset: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x sigmoid(1.702 x) of a product: in place of [rows, width], in a new tensor of [parts, rows, width].
+
+    Args:
+        offset: the product's bias [width], where it is still to be added.
+    """
+    result = values if values.dim() == 2 else torch.empty_like(values[0])
+    count = result.numel()
+    early = _early(values.device)
+    _quick_gelu[(triton.cdiv(count, _ACTIVATION_BLOCK),)](
+        values, values if offset is None else offset, result, count, _parts(values), offset is not None,
+        values.shape[-1], _ACTIVATION_BLOCK, early, num_warps=4, **_launch(early),
+    )  # fmt: skip
+    return result
+
+
+def attend(
+    rows: torch.Tensor, offsets: torch.Tensor, longest: int, scale: float, context: torch.Tensor, tile: Tile
+) -> None:
+    """Attend within short sequences. Rows behind the last one are neither read nor written.
+
+    Args:
+        rows: [rows, 3 heads, size], heads and features contiguous: queries, keys, values.
+        offsets: [sequences + 1] int32, first rows of the sequences and the end of the last.
+        longest: rows of the longest sequence that a graph with this launch may ever meet.
+        scale: of the scores.
+        context: [rows, heads, size], the result.
+    """
+    _, heads, size = context.shape
+    early = _early(rows.device)
+    grid = (triton.cdiv(longest, tile.queries), heads, offsets.shape[0] - 1)
+    _attend[grid](
+        rows, offsets, context, rows.stride(0), scale * _LOG2_E, heads, size,
+        max(triton.next_power_of_2(size), _NARROWEST), tile.queries, tile.keys, early, num_warps=tile.warps,
+        num_stages=tile.stages, **_launch(early),
+    )  # fmt: skip
+
+
+def _parts(product: torch.Tensor) -> int:
+    return 1 if product.dim() == 2 else product.shape[0]
+
+
+@cache
+def _early(device: torch.device) -> bool:
+    """Tell whether a kernel may be launched before the one in front of it has ended, as Hopper can."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _launch(early: bool) -> dict[str, bool]:
+    return {"launch_pdl": True} if early else {}

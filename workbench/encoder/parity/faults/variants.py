@@ -151,10 +151,12 @@ def residual_forgotten(lab: Lab) -> Iterator[None]:
     """The output of the MLP takes the place of the stream instead of being added to it."""
     calls = 0
 
-    def add_norm(hidden: torch.Tensor, update: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
+    def add_norm(
+        hidden: torch.Tensor, update: torch.Tensor, offset: torch.Tensor | None, norm: torch.nn.Module
+    ) -> torch.Tensor:
         nonlocal calls
         calls += 1  # one behind attention, one behind the MLP
-        normed: torch.Tensor = kernels.add_norm(hidden if calls % 2 else hidden.zero_(), update, norm)
+        normed: torch.Tensor = kernels.add_norm(hidden if calls % 2 else hidden.zero_(), update, offset, norm)
         return normed
 
     kernels = lab.model.kernels
@@ -164,8 +166,10 @@ def residual_forgotten(lab: Lab) -> Iterator[None]:
 
 @contextmanager
 def _kernels(lab: Lab, **changed: Callable[..., Any]) -> Iterator[None]:
+    from workbench.encoder.variants.dataflow import KERNELS
+
     before = lab.model.kernels
-    own = {name: getattr(before, name) for name in ("add_norm", "rotate", "quick_gelu")}
+    own = {name: getattr(before, name) for name in KERNELS}
     lab.model.kernels = SimpleNamespace(**own | changed)
     try:
         yield
