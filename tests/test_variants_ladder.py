@@ -150,19 +150,21 @@ def test_glm_has_vllm_s_graph_for_videos_too(of_glm: Ladder) -> None:
     assert of_glm.complete
     assert of_glm.max_frames == 16
     for case in of_glm.cases:
-        assert [column.name for column in case.columns] == [SERVED, FALLBACK, GRAPH, "cu_seqlens_tail"]
+        assert [column.name for column in case.columns] == [
+            SERVED, FALLBACK, GRAPH, "position_cache", "cu_seqlens_tail", ALL,
+        ]  # fmt: skip
         assert all(column.error is None and len(column.wall_us) == 2 for column in case.columns)
         assert all(item.bit_equal for column in case.columns for item in column.parity + column.against_graph)
     videos = [case for case in of_glm.cases if case.modality == "video"]
     assert [len(case.grids) for case in videos] == [1, 2]
     assert all(None not in column.budgets for case in videos for column in case.columns)
-    assert {boundary.name for boundary in of_glm.boundaries} >= {"vit", "cu_seqlens_tail"}
+    assert {boundary.name for boundary in of_glm.boundaries} >= {"vit", "cu_seqlens_tail", "position_cache"}
 
 
 def test_d6_is_seen_where_videos_are_allowed_and_gone_with_the_variant(of_glm: Ladder) -> None:
     """A static replay stops at the first maximum of the offsets, so outputs agree; what it saw is in the column."""
     seen = [(case.name, column.name) for case in of_glm.cases for column in case.columns if column.findings]
-    assert seen == [("64 tokens, videos allowed", GRAPH)]
+    assert seen == [("64 tokens, videos allowed", GRAPH), ("64 tokens, videos allowed", "position_cache")]
     (beside,) = [case for case in of_glm.cases if case.beside_videos]
     (finding,) = beside.columns[2].findings
     assert finding.startswith("D6: cu_seqlens of budget 64 falls after its maximum ([0, 256, 256, 256, 256, 0,")
@@ -266,6 +268,18 @@ def test_a_page_of_glm_shows_d6_before_and_its_fix(pages: ModuleType, tmp_path: 
     assert parity["64 tokens"] == parity["video of 8 frames"] == "bit-equal to the graph"
     assert "where vLLM's graph is wrong, its distance stands in front" in " ".join(text.split())
     assert "Before: vLLM's graph. GPU busy" in text  # which takes videos too
+
+
+def test_what_a_variant_leaves_wrong_is_the_graph_s(pages: ModuleType) -> None:
+    ladder = make_glm_ladder()
+    video, beside, image = ladder.cases
+    wrong = beside.columns[2].parity
+    columns = [*beside.columns[:3], msgspec.structs.replace(beside.columns[3], parity=wrong)]
+    left = msgspec.structs.replace(ladder, cases=[video, msgspec.structs.replace(beside, columns=columns), image])
+    text = " ".join(pages.figures(left, "cu_seqlens_tail").split())
+    assert "It leaves as it is what vLLM's graph has wrong: 64 tokens, videos allowed." in text
+    assert "noise floors from eager as served" not in text
+    assert "It leaves" not in pages.figures(ladder, "cu_seqlens_tail")
 
 
 def test_the_overview_has_a_heading_for_each_model(pages: ModuleType) -> None:

@@ -488,6 +488,8 @@ def _maps(run: _Run, session: EncoderSession, ways: Sequence[_Way], calls: Calls
     for way in ways:
         if way.graphs is None or way.name not in (GRAPH, "resampler", "fused", ALL):
             continue
+        if way.name != GRAPH and _captures(way.graphs.model) is _captures(session.model):
+            continue  # its variants change nothing inside the graph
         way.run(inputs)  # leaves the buffers filled with the case
         model, values = way.graphs.model, way.graphs.manager.budget_graphs["default"][budget].input_buffers
         parts = registry.builder(session.facts.key).parts
@@ -500,6 +502,10 @@ def _maps(run: _Run, session: EncoderSession, ways: Sequence[_Way], calls: Calls
         except _NOT_RUN as error:
             maps.append(ModuleMap(name=way.name, budget=budget, nodes=0, why_not=f"{type(error).__name__}: {error}"))
     run.add(maps=maps)
+
+
+def _captures(model: Any) -> Any:
+    return type(model).encoder_cudagraph_forward
 
 
 def _forward(model: Any, values: dict[str, torch.Tensor]) -> torch.Tensor:
