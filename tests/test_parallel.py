@@ -3,7 +3,9 @@
 import dataclasses
 import gzip
 import json
+import shutil
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -224,6 +226,34 @@ def test_a_rank_that_dies_in_the_middle_ends_the_others(tmp_path: Path) -> None:
     assert time.monotonic() - died[0] < 30  # the promise of the launcher
     assert all(process.poll() is not None for process in started)
     assert list(tmp_path.iterdir()) == []
+    assert isinstance(started[0].args, list)
+    ident = Path(started[0].args[3]).parent.name
+    assert list(Path("/dev/shm").glob(f"{ident}*")) == []  # of vLLM's CPU groups
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom workbench.budgets import Configuration\n"
+        "from workbench.encoder.parallel import run_parallel\nfrom workbench.encoder.session import SessionOptions\n"
+        "run_parallel(SessionOptions('glm4_1v', depth=1, width=128, device='cpu'), Configuration((64,), 4), "
+        "[[(1, 4, 4)]], 2, Path(sys.argv[1]), repeats=1_000_000, "
+        "on_start=lambda ranks: print(*[rank.pid for rank in ranks], flush=True))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as launcher:
+        assert launcher.stdout is not None
+        ranks = [Path("/proc") / pid for pid in launcher.stdout.readline().split()]
+        while not list(tmp_path.rglob("rank1")):  # both are measuring
+            time.sleep(0.05)
+        scratch = Path((ranks[0] / "cmdline").read_bytes().split(b"\0")[3].decode()).parent
+        launcher.kill()
+    assert len(ranks) == 2
+    until = time.monotonic() + 30
+    while any(rank.exists() for rank in ranks) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(rank.exists() for rank in ranks)
+    parallel._clear_shared_memory(scratch.name)
+    shutil.rmtree(scratch)
 
 
 def test_ranks_that_take_too_long_are_ended(tmp_path: Path) -> None:
