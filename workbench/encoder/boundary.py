@@ -171,7 +171,7 @@ def host_syncs(region: Callable[[dict[str, torch.Tensor]], Any], values: dict[st
     """Run `region` once and return what read a device tensor on the host, in the order of the first occurrence.
 
     Args:
-        values: `max_seqlen`, of whatever kind, is on the host, as in vLLM; everything else is taken to be on the device.
+        values: `max_seqlen`, of any kind, is on the host, as in vLLM; everything else is taken to be on the device.
     """
     marked = {key: value if key.startswith("max_seqlen") else _marked(value) for key, value in values.items()}
     with _watching() as seen, torch.inference_mode():
