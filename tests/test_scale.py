@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -89,6 +90,35 @@ def test_a_gz_cut_in_the_middle_keeps_its_whole_events(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (warning,) = (text for text in json.loads(done.stdout)["warnings"] if "cut off" in text)
     assert "whole events were kept" in warning
+
+
+ONE_CALL = "--workload pull-request --depth 1 --width 160 --max-calls 1 --repeats 1 --profiled-repeats 1 --device cpu"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("arguments", "room", "message"),
+    [
+        (["checkpoint", "glm4_1v"], 2_000, "cannot write .*File too large"),
+        (["capture", *ONE_CALL.split(), "--out"], 20_000, "could not write its trace .* TMPDIR"),
+    ],
+    ids=["checkpoint", "capture"],
+)
+def test_a_full_disk_under_another_library_is_one_sentence(
+    tmp_path: Path, arguments: list[str], room: int, message: str
+) -> None:
+    """Where it is not Python that writes, no OSError comes."""
+    pytest.importorskip("vllm", reason="the engine is not installed")
+    code = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))\n"
+        "from workbench.cli import main; main()"
+    )
+    caches = {"PYTHONDONTWRITEBYTECODE": "1", "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "HOME": str(tmp_path)}
+    done = run(code, *arguments, str(tmp_path / "out" / "made"), **caches)
+    assert done.returncode == 2, done.stderr
+    assert re.search(f"(?m)^workbench: .*{message}", done.stderr)
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("out/*"))
 
 
 @pytest.mark.parametrize("verb", ["report", "create"])

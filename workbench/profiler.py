@@ -624,6 +624,11 @@ def recording(path: Path, activities: Sequence[str]) -> Iterator[Callable[[], No
             yield profiler.step
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
+        if not raw.is_file():  # torch says so on stderr only
+            raise WorkbenchError(
+                f"torch's profiler could not write its trace to {Path(scratch).parent}; free some room there, or name "
+                "a folder with room in TMPDIR"
+            )
         pack_trace(raw, path)
 
 

@@ -7,6 +7,7 @@ mean nothing.
 """
 
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,13 @@ def make_checkpoint(facts: ModelFacts, folder: Path, *, full: bool = True, overw
             f"a model folder needs {error.name}, which comes with an engine; install the extra `cpu` or `gpu`"
         ) from error
     with replacing_folder(folder, overwrite) as temporary:
-        recipes[facts.key](facts, temporary, full)
+        try:
+            recipes[facts.key](facts, temporary, full)
+        except Exception as error:
+            if not re.search(r"\(os error \d+\)$", str(error)):
+                raise
+            # The tokenizer's library raises no OSError.
+            raise WorkbenchError(f"cannot write {folder}: {error}; choose a folder with room") from error
         files = tuple(sorted(path.name for path in temporary.iterdir()))
     remote = ("--trust-remote-code",) if facts.key == "ernie45_vl" else ()
     return Checkpoint(folder, facts.key, full, files, ("--load-format", "dummy", *remote))
