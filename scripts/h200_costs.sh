@@ -18,7 +18,6 @@ model=${1:-ernie45_vl}
 out=${2:-workbench/recordings/costs_h200_$model}
 steps=${*:3}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-mkdir -p "$out"
 
 # Configurations are those of vLLM pull requests 45254 and 40576. Ernie's end at 2,048, and the mixed workload has images
 # of 4,096 tokens, on which vLLM 0.33 fails (D1): --cover. vLLM's own frames, 600 a video, make GLM's smallest graph
@@ -47,6 +46,8 @@ glm4_1v)
     exit 2
     ;;
 esac
+
+mkdir -p "$out"
 
 step() { # SECONDS VERB OPTION...
     local limit=$1

@@ -55,7 +55,7 @@ BUDGETS = (*range(64, 1024, 32), *range(1024, 2048, 64), *range(2048, 4096, 128)
 MAX_ITEMS = 16  # of the manager whose replays are timed; at most the smallest budget
 EAGER_TOKENS = (64, 256, 1024, 2048, 4096)
 CALL_TOKENS = 4096  # largest budget of the random configurations whose whole calls are timed
-CALL_ITEM = 1024  # largest item of a random call: in the time of a larger one the host's share is lost
+CALL_ITEM = 768  # largest item of a random call: in the time of a larger one the host's share is lost
 MANY_TOKENS = 96  # largest of many small images in a random call
 # Max items of the random configurations for images, in turn, and of those for videos.
 CALL_ITEMS, CALL_VIDEOS = (32, 1, 8, 2, 16, 4), (4, 1)
