@@ -158,8 +158,9 @@ def parity(table: pd.DataFrame) -> str:
         f"lie beyond the noise floor. Farthest from eager is {far['step']} on {far['call']}: "
         f"{far['parity over noise']:.2f} times the floor."
     )
-    for row in _rows(table, "seen in the buffers"):
-        text += f" In the buffers of {row['step']} on *{row['call']}*: {row['seen in the buffers']}."
+    seen = pd.DataFrame(_rows(table, "seen in the buffers"))
+    for (call, what), rows in seen.groupby(["call", "seen in the buffers"], sort=False) if len(seen) else ():
+        text += f" In the buffers of {' and '.join(rows['step'])} on *{call}*: {what}."
     return text
 
 
