@@ -213,10 +213,17 @@ def test_frames_that_exceed_what_was_measured_have_no_prediction(films: "CostPro
 
 def test_the_held_out_check_has_clips_where_videos_are_served(films: "CostProfile", glm: "EncoderSession") -> None:
     from workbench.encoder.calibrate import CLIPS, check_held_out, held_out_calls
+    from workbench.models import model_facts
 
     assert CLIPS not in held_out_calls(1, 1, "ernie45_vl")
     comparisons = check_held_out(glm, (64, 256), configurations=1, calls=2, repeats=1, seed=5)
-    clips = {one.workload: one for one in comparisons}[CLIPS]
+    facts = model_facts("glm4_1v")
+    asked = held_out_calls(5, 2, "glm4_1v")
+    assert {one.workload: [call.tokens for call in one.configurations[0].calls] for one in comparisons} == {
+        name: [[facts.tokens(grid) for grid in call] for call in calls] for name, calls in asked.items()
+    }
+    clips = comparisons[-1]
+    assert clips.workload == CLIPS
     (timing,) = clips.configurations
     assert timing.max_frames == 8 * timing.max_items
     assert all(call.frames and call.wall_us for call in timing.calls)
@@ -296,6 +303,13 @@ def test_random_calls_tell_what_an_item_costs(seed: int) -> None:
     assert sum(batch.items > 8 for batch in shapes) >= 4
     made = plan(np.full(32, 24), np.array([0, 32]), Resolved((768,), 32, 0))
     assert model.call_costs(made).wall_us[0] == pytest.approx(profiles.call_us([(768, [24] * 32)]), rel=0.05)
+
+
+def test_every_graph_of_a_profile_holds_its_budget() -> None:
+    from workbench.encoder.calibrate import BUDGETS, shared_items
+
+    asked = {BUDGETS: 16, (64, 96): 16, (100, 130): 10, (64, 97): 1, (8, 8): 8}
+    assert {budgets: shared_items(budgets) for budgets in asked} == asked
 
 
 def test_first_calls_keep_equal_ones_and_leave_videos_out() -> None:

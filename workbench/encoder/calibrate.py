@@ -11,6 +11,7 @@ On a machine without CUDA the same code runs on static replays; the profile then
 Sizes are in output tokens; one token is `merge` squared patches. Frames are those of the grid, after temporal merging.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec.structs import replace as replace_fields
 
 import workbench
 from workbench import comparison
@@ -52,7 +54,7 @@ IDLE = Configuration((64,), 1)
 # Calibrated densely, because a replay's time is a staircase in the rows of its matrix products: 32 tokens are 128 rows.
 # They end at the largest budget that vLLM infers by default, above ERNIE-4.5-VL's largest image, 6,177 tokens.
 BUDGETS = (*range(64, 1024, 32), *range(1024, 2048, 64), *range(2048, 4096, 128), *range(4096, 8193, 1024))
-MAX_ITEMS = 16  # of the manager whose replays are timed; at most the smallest budget
+MAX_ITEMS = 16  # at most, of the manager whose replays are timed
 EAGER_TOKENS = (64, 256, 1024, 2048, 4096)
 CALL_TOKENS = 4096  # largest budget of the random configurations whose whole calls are timed
 CALL_ITEM = 768  # largest item of a random call: in the time of a larger one the host's share is lost
@@ -111,7 +113,7 @@ def calibrate(
     effort = effort or Effort()
     machine = environment()
     meter = _Meter(session, effort, np.random.default_rng(seed))
-    configuration = meter.configuration(tuple(sorted(set(budgets))), min(MAX_ITEMS, min(budgets)))
+    configuration = meter.configuration(tuple(sorted(set(budgets))), shared_items(budgets))
     captures = meter.first_captures(configuration)
     replays: list[ReplayPoint] = []
     with ExitStack() as stack:
@@ -159,6 +161,12 @@ def check_budgets(budgets: Sequence[int]) -> None:
     """
     if len(set(budgets)) < 2 or min(budgets) < 1:
         raise WorkbenchError("a profile needs at least two budgets to interpolate between, all positive; give more")
+
+
+def shared_items(budgets: Sequence[int]) -> int:
+    """The most items up to `MAX_ITEMS` that divide all budgets, so that every graph holds what its budget says (D3)."""
+    shared = math.gcd(*budgets)
+    return max(items for items in range(1, MAX_ITEMS + 1) if shared % items == 0)
 
 
 def _memory(cost: CaptureCost, *, first: bool) -> MemoryPoint:
@@ -683,7 +691,7 @@ def check_held_out(
     seed: int = 1,
     progress: Progress = silent,
 ) -> list[Comparison]:
-    """Time random configurations on the held-out workloads, all configurations in turn on each call.
+    """Time random configurations on the held-out workloads, all in turn on each call; each is captured once.
 
     Every second one ends with the largest budget. Where vLLM fails on items above it (D1), they are left out.
     """
@@ -697,31 +705,41 @@ def check_held_out(
     ]
     held = min(top[-1] for top in tops)
     comparisons = []
-    for name, grids in held_out_calls(seed, calls, session.facts.key).items():
-        fitting = _without_crashes(session, grids, held)
-        videos = name == CLIPS
-        if not fitting or (videos and not meter.videos):
-            continue
-        frames = VIDEO_FRAMES if videos else 1
+    workloads = {
+        name: _without_crashes(session, grids, held)
+        for name, grids in held_out_calls(seed, calls, session.facts.key).items()
+    }
+    for videos in (False, True) if meter.videos else (False,):
+        chosen = {name: grids for name, grids in workloads.items() if grids and (name == CLIPS) == videos}
         named = {
-            f"random {index}": meter.configuration(top, one.max_items, frames)
+            f"random {index}": meter.configuration(top, one.max_items, VIDEO_FRAMES if videos else 1)
             for index, (top, one) in enumerate(zip(tops, drawn, strict=True))
         }
-        comparisons.append(
-            compare(
+        every = [grids for calls_of_one in chosen.values() for grids in calls_of_one]
+        if every:
+            together = compare(
                 session,
                 named,
-                fitting,
-                modalities=["video" if videos else "image"] * len(fitting),
+                every,
+                modalities=["video" if videos else "image"] * len(every),
                 repeats=repeats,
                 warmup=1,
                 seed=seed,
-                workload=name,
                 eager=False,
                 progress=progress,
             )
-        )
+            comparisons += _split(together, {name: len(grids) for name, grids in chosen.items()})
     return comparisons
+
+
+def _split(together: Comparison, counts: dict[str, int]) -> list[Comparison]:
+    """One comparison for each workload, by the number of its calls, of one over the calls of all."""
+    parts, first = [], 0
+    for name, count in counts.items():
+        timings = [replace_fields(one, calls=one.calls[first : first + count]) for one in together.configurations]
+        parts.append(replace_fields(together, workload=name, configurations=timings))
+        first += count
+    return parts
 
 
 def _without_crashes(session: "EncoderSession", calls: list[list["Grid"]], largest: int) -> list[list["Grid"]]:
