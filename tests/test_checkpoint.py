@@ -105,6 +105,15 @@ def test_glm_videos_make_the_grids_that_planning_expects(tmp_path: Path) -> None
         assert np.asarray(output["video_grid_thw"]).tolist() == expected.tolist()
 
 
+def test_frames_that_the_processor_samples(tmp_path: Path) -> None:
+    made = make_checkpoint(model_facts("glm4_1v"), tmp_path / "glm", full=False, video_fps=30)
+    assert json.loads((made.folder / "processor_config.json").read_text())["video_processor"]["fps"] == 30
+    for model, fps in (("ernie45_vl", 30), ("glm4_1v", 0)):
+        with pytest.raises(WorkbenchError, match=f"{fps} frames a second"):
+            make_checkpoint(model_facts(model), tmp_path / "other", full=False, video_fps=fps)
+    assert not (tmp_path / "other").exists()
+
+
 def test_an_occupied_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("keep")
     with pytest.raises(WorkbenchError, match="is not empty"):

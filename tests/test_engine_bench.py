@@ -343,3 +343,11 @@ def test_the_whole_engine_keeps_a_ledger(tmp_path: Path) -> None:
     assert any("has no encoder graphs" in sentence for sentence in explain(bench))
     document = json.loads((tmp_path / "out" / "0-graph.vllm.json").read_text())
     assert document["completed"] == 2
+
+
+def test_short_clips_are_sampled_whole() -> None:
+    """At GLM-4.1V's own 2 frames a second the pull request's clip of 8 frames would have none."""
+    arguments = Setting(model="glm4_1v", workload="glm-video", prompts=1).engine_arguments((), {})
+    assert json.loads(arguments[arguments.index("--media-io-kwargs") + 1]) == {"video": {"fps": 30}}
+    images = Setting(model="glm4_1v", workload="glm-image", prompts=1).engine_arguments((), {})
+    assert "--media-io-kwargs" not in images

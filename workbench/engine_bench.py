@@ -67,6 +67,9 @@ PULL_REQUEST = Configuration(PULL_REQUEST_BUDGETS, PULL_REQUEST_ITEMS)
 PULL_REQUEST_MODEL_LEN = 4096
 MODEL_LEN = 16_384
 BATCHED_TOKENS = 16_384  # vLLM's default for `LLM` on a GPU of 70 to 160 GiB
+# vLLM's random clips have 30 frames a second and GLM-4.1V samples 2 a second: of 8 frames none. On that vLLM 0.33's
+# loader ends with "max() iterable argument is empty", and its processor makes a video of no tokens. So both sample all.
+CLIP_FPS = 30
 # The pull requests' compilation settings: the language model's decoding as a server has it, nothing compiled.
 _BASE = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 FAST_START = (
@@ -149,10 +152,14 @@ class Setting:
         return limit if self.video_limit is None else limit | {"video": self.video_limit}
 
     @property
+    def videos(self) -> bool:
+        """Whether the requests have videos."""
+        return any(modality(bucket) == "video" for bucket in self.preset.recipe.buckets)
+
+    @property
     def published(self) -> Configuration:
         """The pull requests' configuration: for videos with GLM-4.1V's frames."""
-        videos = any(modality(bucket) == "video" for bucket in self.preset.recipe.buckets)
-        return replace(PULL_REQUEST, max_frames=PULL_REQUEST_FRAMES) if videos else PULL_REQUEST
+        return replace(PULL_REQUEST, max_frames=PULL_REQUEST_FRAMES) if self.videos else PULL_REQUEST
 
     @property
     def limits(self) -> Limits:
@@ -173,9 +180,10 @@ class Setting:
 
     def engine_arguments(self, arguments: tuple[str, ...], config: Mapping[str, Any]) -> list[str]:
         """Return what the engine of one arm is started with, after its model."""
+        every_frame = ("--media-io-kwargs", json.dumps({"video": {"fps": CLIP_FPS}})) if self.videos else ()
         return [
             *(*arguments, *FAST_START, "--compilation-config", json.dumps(config)),
-            *("--max-model-len", str(self.model_len), "--limit-mm-per-prompt", json.dumps(self.mm_limit)),
+            *("--max-model-len", str(self.model_len), "--limit-mm-per-prompt", json.dumps(self.mm_limit), *every_frame),
         ]
 
     def data_arguments(self) -> list[str]:
@@ -291,7 +299,8 @@ def run_bench(
 
     _check(setting, arms, profile, repeats)
     refuse_occupied(out, overwrite)
-    folder = make_checkpoint(setting.facts, out / "model", full=setting.full, overwrite=True)
+    clip_fps = CLIP_FPS if setting.videos else None
+    folder = make_checkpoint(setting.facts, out / "model", full=setting.full, video_fps=clip_fps, overwrite=True)
     bench = EngineBench(
         schema_version=SCHEMA_VERSION,
         workbench=workbench.__version__,

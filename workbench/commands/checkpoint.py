@@ -17,6 +17,10 @@ def checkpoint(
     full: Annotated[
         bool, typer.Option("--full/--tiny", help="The vision tower's real dimensions, or two small layers.")
     ] = True,
+    video_fps: Annotated[
+        int | None,
+        typer.Option(help="Frames a second that the processor samples from videos; left out: the model's own."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -27,7 +31,7 @@ def checkpoint(
     from workbench.encoder.checkpoint import make_checkpoint
     from workbench.models import model_facts
 
-    made = make_checkpoint(model_facts(model), out, full=full, overwrite=overwrite)
+    made = make_checkpoint(model_facts(model), out, full=full, video_fps=video_fps, overwrite=overwrite)
     if as_json:
         import msgspec
 

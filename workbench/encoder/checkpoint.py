@@ -41,22 +41,30 @@ class Checkpoint:
     arguments: tuple[str, ...]
 
 
-def make_checkpoint(facts: ModelFacts, folder: Path, *, full: bool = True, overwrite: bool = False) -> Checkpoint:
+def make_checkpoint(
+    facts: ModelFacts, folder: Path, *, full: bool = True, video_fps: int | None = None, overwrite: bool = False
+) -> Checkpoint:
     """Write a folder without weights, whole or not at all.
 
     Args:
         facts: the model; ERNIE-4.5-VL or GLM-4.1V.
         folder: the new folder.
         full: the vision tower's real depth and width, else depth 2, width 128.
+        video_fps: frames a second that the processor samples from videos; None is the model's own.
         overwrite: replace what is there.
 
     Raises:
-        WorkbenchError: no recipe for the model, the folder is occupied or not writable, transformers is missing.
+        WorkbenchError: no recipe for the model, frames of videos for one that takes none here, the folder is occupied
+            or not writable, transformers is missing.
     """
     recipes = {"ernie45_vl": _write_ernie, "glm4_1v": _write_glm}
     if facts.key not in recipes:
         raise WorkbenchError(
             f"there is no recipe for a folder without weights for {facts.title}; there are for {', '.join(recipes)}"
+        )
+    if video_fps is not None and (video_fps < 1 or "video" not in facts.limits):
+        raise WorkbenchError(
+            f"{video_fps} frames a second for {facts.title}; give 1 or more, and a model that takes videos here"
         )
     bootstrap.prepare()
     try:
@@ -68,7 +76,7 @@ def make_checkpoint(facts: ModelFacts, folder: Path, *, full: bool = True, overw
         ) from error
     with replacing_folder(folder, overwrite) as temporary:
         try:
-            recipes[facts.key](facts, temporary, full)
+            recipes[facts.key](facts, temporary, full, video_fps)
         except Exception as error:
             if not re.search(r"\(os error \d+\)$", str(error)):
                 raise
@@ -115,7 +123,7 @@ _GLM_TEMPLATE = (
 )
 
 
-def _write_glm(facts: ModelFacts, folder: Path, full: bool) -> None:
+def _write_glm(facts: ModelFacts, folder: Path, full: bool, video_fps: int | None) -> None:
     from transformers import Glm4vConfig, Glm4vImageProcessor, Glm4vProcessor, Glm4vVideoProcessor
 
     end = _GLM_SPECIAL[0]
@@ -169,7 +177,7 @@ def _write_glm(facts: ModelFacts, folder: Path, full: bool) -> None:
     Glm4vProcessor(
         image_processor=Glm4vImageProcessor(),
         tokenizer=tokenizer,
-        video_processor=Glm4vVideoProcessor(),
+        video_processor=Glm4vVideoProcessor() if video_fps is None else Glm4vVideoProcessor(fps=video_fps),
         chat_template=_GLM_TEMPLATE,
     ).save_pretrained(folder)
 
@@ -189,7 +197,7 @@ _ERNIE_TEMPLATE = (
 )
 
 
-def _write_ernie(facts: ModelFacts, folder: Path, full: bool) -> None:
+def _write_ernie(facts: ModelFacts, folder: Path, full: bool, _: int | None) -> None:
     begin, end, unknown = _ERNIE_SPECIAL[:3]
     tokenizer = _tokenizer(_ERNIE_SPECIAL, _ERNIE_TEMPLATE, bos_token=begin, eos_token=end, pad_token=unknown)
     identity = tokenizer.convert_tokens_to_ids
