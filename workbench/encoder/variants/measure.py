@@ -279,8 +279,14 @@ def _columns(
                 run.add(notes=[f"{title} could not be captured: {type(error).__name__}: {error}"[:400]])
                 continue
             schedules = getattr(changed.model, "schedules", {})
+            recipes = sorted(getattr(changed.model, "recipes", {}).items())
             captured.append(
-                Captured(column=title, costs=costs, schedules=sorted({f"{value}" for value in schedules.values()}))
+                Captured(
+                    column=title,
+                    costs=costs,
+                    schedules=sorted(set(schedules.values())),
+                    recipes=[f"{key[0]:,} rows: {recipe}" for key, recipe in recipes],
+                )
             )
             ways.append(_Way(title, changed.graph, takes, changed, tuple(variant.name for variant in variants)))
         run.add(captured=captured)
