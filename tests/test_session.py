@@ -1,6 +1,7 @@
 """The encoder session: vLLM's real classes on the CPU, by static replay."""
 
 import contextlib
+import dataclasses
 import gc
 import subprocess
 import sys
@@ -499,3 +500,17 @@ def test_smoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(EncoderSession, "graph", lambda self, inputs: [2 * x for x in self.eager_served(inputs)])
     assert smoke.main(arguments) == 1
     assert "differ by a relative RMS of 1.000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("field", "value"), [("capture_axes", (("low", "high"),)), ("paths", {"a": 1, "b": 2})])
+def test_graphs_that_the_planner_does_not_count_are_refused_by_name(
+    glm: EncoderSession, monkeypatch: pytest.MonkeyPatch, field: str, value: object
+) -> None:
+    """As a model of vLLM's table would be that gets an entry without the planner knowing its protocol."""
+    config = dataclasses.replace(glm.model.get_encoder_cudagraph_config(), **{field: value})
+    monkeypatch.setattr(glm.model, "get_encoder_cudagraph_config", lambda: config)
+    with (
+        pytest.raises(WorkbenchError, match=rf"GLM-4.1V .*\({field}\), which the planner does not count"),
+        glm.alongside(Configuration((64,), 4)),
+    ):
+        pass

@@ -239,6 +239,7 @@ class EncoderSession:
 
         from workbench.encoder.static_replay import StaticReplayManager
 
+        _refuse_unplanned(self.facts.title, self.model)
         kind = EncoderCudaGraphManager if self.device.type == "cuda" else StaticReplayManager
         resolve(configuration, self.limits)  # refuses what vLLM refuses, in the workbench's words
         place = self.options.place
@@ -517,6 +518,22 @@ def _build(
     weights.share(whole, model, builder.parts)
     model.use_data_parallel = False
     return model, whole
+
+
+def _refuse_unplanned(title: str, model: Any) -> None:
+    """Refuse a model of whose graphs the planner would count too few.
+
+    Raises:
+        WorkbenchError: it captures along further axes, or has several paths with budgets of their own.
+    """
+    config = model.get_encoder_cudagraph_config()
+    found = None
+    if config.capture_axes:
+        found = "captures one graph per budget and axis key (capture_axes)"
+    elif len(config.paths) > 1:
+        found = "has several paths with budgets of their own (paths)"
+    if found is not None:
+        raise WorkbenchError(f"{title} {found}, which the planner does not count; choose another model")
 
 
 def server_limits(options: SessionOptions, facts: ModelFacts) -> Limits:
