@@ -23,9 +23,8 @@ from workbench.capturable import (
     Obstacle,
 )
 from workbench.encoder.counters import SCHEMA_VERSION as COUNTERS_VERSION
-from workbench.encoder.counters import ArmCounters, Counters, FamilyCounters
+from workbench.encoder.counters import ArmCounters, Counters, KernelCounters
 from workbench.files import write_json
-from workbench.kernels import Family
 from workbench.models import Modality
 from workbench.parity import Difference
 from workbench.run import ModelRecord
@@ -194,20 +193,21 @@ def _boundaries() -> list[Boundary]:
 
 
 def make_counters() -> Counters:
-    """Return counters of two arms and two families; one without a roofline."""
+    """Return counters of two arms and two families."""
     given = make_ladder()
 
-    def family(name: Family, us: float, share: float | None) -> FamilyCounters:
-        return FamilyCounters(
-            family=name, kernels=3, duration_us=us, dram_bytes=1e6, bandwidth=1e12, tensor=0.3, active=0.8,
-            roofline=share,
-        )  # fmt: skip
+    def kernel(name: str, us: float, share: float) -> KernelCounters:
+        return KernelCounters(
+            name=name, duration_us=us, dram_bytes=1e6, tensor_cycles=4 * share * us, active_cycles=us, elapsed_cycles=us
+        )
 
+    gemm, glue = "nvjet_hsh_128x128", "void at::native::elementwise_kernel<128, 4>"
+    gpu = msgspec.structs.replace(given.environment.gpus[0], name="NVIDIA H200")
     return Counters(
-        schema_version=COUNTERS_VERSION, workbench="0", environment=given.environment, nsight_python="0.9.6",
-        model="ernie45_vl", budgets=[64], max_items=4, grids=[(1, 16, 16)],
+        schema_version=COUNTERS_VERSION, workbench="0", nsight_python="0.9.6", model="ernie45_vl", budgets=[64],
+        environment=msgspec.structs.replace(given.environment, gpus=[gpu]), max_items=4, grids=[(1, 16, 16)],
         arms=[
-            ArmCounters(arm="eager_served", kernels=[], families=[family("gemm", 900, 0.5), family("glue", 800, 0.2)]),
-            ArmCounters(arm="graph", kernels=[], families=[family("gemm", 950.0, 0.55), family("glue", 700.0, None)]),
+            ArmCounters(arm="eager_served", kernels=[kernel(gemm, 900.0, 0.5), kernel(glue, 800.0, 0.2)]),
+            ArmCounters(arm="graph", kernels=[kernel(gemm, 950.0, 0.55), kernel(glue, 700.0, 0.1)]),
         ],
     )  # fmt: skip

@@ -33,9 +33,9 @@ GEMM, NORM = "nvjet_hsh_128x128_64x4_2x1", "void vllm::rms_norm_kernel<c10::BFlo
 TABLE = f'''==PROF== Connected to process 1
 "ID","Process ID","Kernel Name","{DRAM}","{DURATION}","{ACTIVE}","{ELAPSED}","{TENSOR}"
 "","","","byte","ns","cycle","cycle","cycle"
-"0","1","{GEMM}","2,000,000","1,000","900","1,000","500"
+"0","1","{GEMM}","2,000,000","1,000","900","1,000","2,000"
 "1","1","{NORM}","4800000","1000","800","1000","0"
-"2","1","{GEMM}","0","3000","2500","3000","1500"
+"2","1","{GEMM}","0","3000","2500","3000","6000"
 '''
 
 

@@ -277,6 +277,6 @@ def hardware(counters: "Counters") -> pd.DataFrame:
                 "of the roofline": row.roofline,
             }
             for arm in counters.arms
-            for row in arm.families
+            for row in counters.families(arm)
         ]
     )

@@ -57,7 +57,7 @@ def _show(counted: "Counters") -> None:
     for column in ("arm", "family", "kernels", "ms", "MB", "TB/s", "tensor", "busy", "of roofline"):
         table.add_column(column)
     for arm in counted.arms:
-        for row in arm.families:
+        for row in counted.families(arm):
             shares = (f"{row.tensor:.0%}", f"{row.active:.0%}", "-" if row.roofline is None else f"{row.roofline:.0%}")
             figures = (f"{row.duration_us / 1e3:.3f}", f"{row.dram_bytes / 1e6:.1f}", f"{row.bandwidth / 1e12:.2f}")
             table.add_row(arm.arm, row.family, str(row.kernels), *figures, *shares)

@@ -46,6 +46,9 @@ SCHEMA_VERSION = 1
 RESULT_FILE = "counters.json"
 DURATION, DRAM = "gpu__time_duration.sum", "dram__bytes.sum"
 TENSOR, ACTIVE, ELAPSED = "sm__pipe_tensor_cycles_active.sum", "sm__cycles_active.sum", "sm__cycles_elapsed.sum"
+# Of a multiprocessor; the counter adds up the cycles of each. On an H200 a core does 1,024 bfloat16 operations a cycle
+# (989e12 a second, by the data sheet), and a product of 256 x 1280 with 1280 x 3840 counts 2,457,600, exactly as many.
+_TENSOR_CORES = 4
 METRICS = (DURATION, DRAM, TENSOR, ACTIVE, ELAPSED)
 _SCALES = {
     "": 1.0, "ns": 1.0, "nsecond": 1.0, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6, "s": 1e9, "second": 1e9,
@@ -71,7 +74,8 @@ class FamilyCounters(Record, frozen=True):
     """The kernels of one family in one arm.
 
     Attributes:
-        tensor, active: share of the multiprocessors' cycles in which tensor cores, or anything, worked.
+        tensor: share of the tensor cores' cycles in which they worked.
+        active: share of the multiprocessors' cycles in which anything did.
         bandwidth: bytes per second.
         roofline: the larger of `tensor` and bandwidth over the GPU's (`workbench.roofline`, which a kernel that only
             reads may pass by a few percent); None for a GPU that is not known.
@@ -88,11 +92,10 @@ class FamilyCounters(Record, frozen=True):
 
 
 class ArmCounters(Record, frozen=True):
-    """One arm: all kernels in launch order, and the families, longest first."""
+    """One arm: all kernels in launch order."""
 
     arm: Arm
     kernels: list[KernelCounters]
-    families: list[FamilyCounters]
 
 
 class Counters(Record, frozen=True):
@@ -107,6 +110,11 @@ class Counters(Record, frozen=True):
     max_items: int
     grids: list[tuple[int, int, int]]
     arms: list[ArmCounters]
+
+    def families(self, arm: ArmCounters) -> list[FamilyCounters]:
+        """Add up the kernels of each family of one of the arms, longest first."""
+        gpus = self.environment.gpus
+        return by_family(arm.kernels, gpus[0].name if gpus else "")
 
 
 def read_counters(folder: Path) -> Counters:
@@ -201,7 +209,7 @@ def _family(name: Family, kernels: Sequence[KernelCounters], peak: float | None)
     elapsed = sum(kernel.elapsed_cycles for kernel in kernels)
     moved = sum(kernel.dram_bytes for kernel in kernels)
     bandwidth = moved / duration * 1e6 if duration else 0.0
-    tensor = sum(kernel.tensor_cycles for kernel in kernels) / elapsed if elapsed else 0.0
+    tensor = sum(kernel.tensor_cycles for kernel in kernels) / (_TENSOR_CORES * elapsed) if elapsed else 0.0
     return FamilyCounters(
         family=name,
         kernels=len(kernels),
@@ -255,15 +263,13 @@ def collect(
         raise WorkbenchError(reason)
     refuse_occupied(out, overwrite)
     machine = environment()
-    gpu = machine.gpus[0].name if machine.gpus else ""
     job = _job(options, configuration, grids)
     counted = []
     with replacing_folder(out, overwrite) as folder:
         for arm in arms:
             report = folder / f"{arm}.ncu-rep"
             _profile(job | {"arm": arm}, report, seconds)
-            kernels = parse_raw(_imported(report))
-            counted.append(ArmCounters(arm=arm, kernels=kernels, families=by_family(kernels, gpu)))
+            counted.append(ArmCounters(arm=arm, kernels=parse_raw(_imported(report))))
         counters = Counters(
             schema_version=SCHEMA_VERSION,
             workbench=workbench.__version__,
