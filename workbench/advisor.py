@@ -376,7 +376,7 @@ class Setting:
             captured=tuple(capture.capacity for capture in captures),
             buffer_bytes=sum(capture.bytes for capture in captures),
             waste=1 - int(plan.tokens[~plan.fallback].sum()) / replayed if replayed else None,
-            refused=failure(self.facts, plan) or self._zeroed(resolved),
+            refused=failure(self.facts, plan) or zeroed_tail(self.facts, resolved, not self.workload.is_video.all()),
         )
 
     @property
@@ -388,15 +388,6 @@ class Setting:
             return 1
         frames = np.where(videos, calls.frames, 0)
         return int(np.add.reduceat(frames, calls.offsets[:-1][np.diff(calls.offsets) > 0]).max())
-
-    def _zeroed(self, resolved: Resolved) -> str | None:
-        """Say that images are encoded wrongly."""
-        if self.workload.is_video.all() or not _zeroes_tails(self.facts) or resolved.max_frames <= resolved.max_items:
-            return None
-        return (
-            f"{resolved.max_frames:,} frames for {resolved.max_items:,} items: vLLM zeroes the rest of the sequence "
-            "buffer where images replay, and their embeddings are wrong (D6)"
-        )
 
 
 def failure(facts: ModelFacts, plan: Plan) -> str | None:
@@ -420,6 +411,16 @@ def failure(facts: ModelFacts, plan: Plan) -> str | None:
             f"{tight:,} of {replays:,} replays have more tokens than their graph has room for: vLLM's copy raises (D3)"
         )
     return None
+
+
+def zeroed_tail(facts: ModelFacts, resolved: Resolved, images: bool) -> str | None:
+    """Say that a server with `images` encodes them wrongly; None where it does not."""
+    if not images or not _zeroes_tails(facts) or resolved.max_frames <= resolved.max_items:
+        return None
+    return (
+        f"{resolved.max_frames:,} frames for {resolved.max_items:,} items: vLLM zeroes the rest of the sequence "
+        "buffer where images replay, and their embeddings are wrong (D6)"
+    )
 
 
 def _zeroes_tails(facts: ModelFacts) -> bool:
