@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -305,6 +307,39 @@ def test_two_arms_of_one_name_are_refused(verb: list[str], tmp_path: Path) -> No
     result = CliRunner().invoke(app, ["engine-bench", "--config", "eager=64:4", "--out", str(tmp_path / "o")])
     assert "two configurations are called 'eager'" in str(result.exception)
     assert not list(tmp_path.iterdir())
+
+
+# Stands in for vLLM and its engine's process, which both wait for ever.
+WAITING = """
+import os, subprocess, sys, time
+engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(os.getpid(), engine.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("serve", [False, True], ids=["offline", "server"])
+def test_an_arm_ends_with_a_launcher_that_is_killed(tmp_path: Path, serve: bool) -> None:
+    pytest.importorskip("transformers", reason="the model folder needs transformers")
+    (tmp_path / "waiting.py").write_text(WAITING)
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom workbench.engine_bench import Setting, run_bench\n"
+        "home = Path(sys.argv[1])\n"
+        "run_bench(Setting(model='glm4_1v', workload='glm-image', prompts=1, full=False), {'eager': None}, "
+        f"home / 'out', serve={serve}, launcher=(sys.executable, str(home / 'waiting.py')))"
+    )
+    log = tmp_path / "out" / ("0-eager.server.log" if serve else "0-eager.log")
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.DEVNULL) as launcher:
+        while not (log.is_file() and log.read_text().endswith("\n")):
+            assert launcher.poll() is None
+            time.sleep(0.05)
+        started = [Path("/proc") / pid for pid in log.read_text().split()]
+        assert [process.exists() for process in started] == [True, True]
+        launcher.kill()
+    until = time.monotonic() + 20
+    while any(process.exists() for process in started) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(process.exists() for process in started)
 
 
 @pytest.mark.engine

@@ -51,6 +51,7 @@ from workbench.ledger import (
     summarize,
     to_workload,
 )
+from workbench.lifeline import bound
 from workbench.lint import lint
 from workbench.models import ModelFacts, model_facts
 from workbench.planner import arrange, plan
@@ -489,9 +490,9 @@ def compilation_config(configuration: Configuration | None) -> dict[str, Any]:
 
 
 def start(command: list[str], environment: dict[str, str], output: IO[bytes]) -> "subprocess.Popen[bytes]":
-    """Start a process of vLLM in a session of its own, so that its engine's process ends with it."""
+    """Start a process of vLLM in a session of its own: its engine's process ends with it, and both with this one."""
     return subprocess.Popen(
-        command,
+        bound(command),
         env=environment,
         stdin=subprocess.DEVNULL,  # transformers asks there whether to run the folder's code, and vLLM goes on
         stdout=output,

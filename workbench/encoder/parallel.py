@@ -17,7 +17,6 @@ Written: `parallel.json` and per rank a folder with `rank.json` and a Kineto tra
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -32,6 +31,7 @@ import workbench
 from workbench.budgets import Configuration
 from workbench.errors import WorkbenchError
 from workbench.files import read_json, refuse_occupied, replacing_folder, write_json
+from workbench.lifeline import end_with
 from workbench.parallel import (
     ARMS,
     RESULT_FILE,
@@ -247,7 +247,8 @@ def _run_ranks(
         stack.callback(_clear_shared_memory, scratch.name)
         for rank, path in enumerate(jobs):
             log = stack.enter_context((scratch / f"{rank}.log").open("wb"))
-            command = [sys.executable, "-m", __name__, str(path), str(rank), str(rank_folder(folder, rank))]
+            where = str(rank_folder(folder, rank))
+            command = [sys.executable, "-m", __name__, str(path), str(rank), where, str(os.getpid())]
             process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             stack.callback(_end, process)
             processes.append(process)
@@ -305,13 +306,7 @@ def _cause(codes: Sequence[int | None], scratch: Path, seconds: float) -> str:
 
 # One rank -------------------------------------------------------------------------------------------------------
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MARK = "workbench rank: "  # before the sentence of a WorkbenchError in a rank's log
-
-
-def _end_with_launcher() -> None:
-    """Have the kernel end this rank when its launcher is gone, killed too: nobody else would."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def rank_main(job_file: Path, rank: int, folder: Path) -> None:
@@ -502,7 +497,7 @@ def _trace(session: "EncoderSession", calls: Sequence["EncoderInputs"], folder: 
 
 
 if __name__ == "__main__":
-    _end_with_launcher()
+    end_with(int(sys.argv[4]))
     try:
         rank_main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
     except WorkbenchError as error:
