@@ -55,3 +55,18 @@ def test_the_check_sees_a_wrong_kernel() -> None:
     done = run("-c", FAULTS)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["rotate", "add_norm", "quick_gelu", "attend"]
+
+
+def test_only_hopper_launches_a_kernel_before_the_one_in_front_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from workbench.encoder.variants.kernels import _early
+
+    gpu = torch.device("cuda:0")
+    for cuda, capability, early in (("13.0", (9, 0), True), ("13.0", (8, 9), False), (None, (9, 4), False)):
+        monkeypatch.setattr(torch.version, "cuda", cuda)  # None: one of AMD's, whose capability counts otherwise
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        _early.cache_clear()
+        assert _early(gpu) == early
+    _early.cache_clear()
+    assert not _early(torch.device("cpu"))

@@ -69,11 +69,15 @@ def test_parts_and_bias_add_up_to_the_layer(blocks: Any, parts: int) -> None:
     assert "forward" not in vars(layer)
 
 
-def test_a_failing_product_leaves_the_layer_as_it_was(blocks: Any) -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_a_failing_product_leaves_the_layer_as_it_was(blocks: Any, own: bool) -> None:
     layer = blocks[0].attn.proj
+    forward = layer.forward
+    if own:  # as one that is watched has
+        layer.forward = forward
     with pytest.raises(RuntimeError):
         product(layer, torch.randn(7, WIDTH + 1), 1)
-    assert "forward" not in vars(layer)
+    assert vars(layer).get("forward") is (forward if own else None)
 
 
 def test_which_weights_can_be_cut(blocks: Any) -> None:
@@ -97,16 +101,38 @@ def test_the_fastest_way_of_each_step_wins(blocks: Any, monkeypatch: pytest.Monk
     )
 
 
-def test_one_sequence_and_several_count_alike(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel is twice as fast on several sequences and three times as slow on one: it loses."""
+@pytest.mark.parametrize(("several", "one", "wins"), [(0.5, 3.0, False), (3.0, 0.5, False), (0.25, 3.0, True)])
+def test_one_sequence_and_several_count_alike(
+    blocks: Any, monkeypatch: pytest.MonkeyPatch, several: float, one: float, wins: bool
+) -> None:
+    """Costs of the kernel against vLLM's attention, on several sequences and on one."""
     offsets = offsets_of(0, 24, 48)
 
     def cost(way: Any) -> float:
-        several = int(offsets[1]) < ROWS
-        return 1.0 if way is None or isinstance(way, int) else 0.5 if several else 3.0
+        return 1.0 if way is None or isinstance(way, int) else several if int(offsets[1]) < ROWS else one
 
     with_times(monkeypatch, cost)
-    assert choose(blocks, dataflow, ROWS, partial(plain, offsets), offsets, ROWS).tile is None
+    tile = choose(blocks, dataflow, ROWS, partial(plain, offsets), offsets, ROWS).tile
+    assert (tile is not None) == wins
+
+
+def test_more_slots_than_rows_are_tried_with_a_row_each(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As graphs for videos have; sequences of no rows would say nothing, and nothing would seem right."""
+    with_times(monkeypatch, lambda way: 0.5 if way == TILES[1] else 1.0)
+    offsets = offsets_of(0, *[ROWS] * (2 * ROWS))
+    assert choose(blocks, dataflow, ROWS, partial(plain, offsets), offsets, ROWS).tile == TILES[1]
+
+
+def test_what_lies_behind_the_sequences_does_not_count(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_times(monkeypatch, lambda way: 0.5 if way == TILES[0] else 1.0)
+    offsets = offsets_of(*[0] * 7, ROWS)  # seven sequences of six rows
+
+    def unset(_: Any, rows: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        made = torch.full_like(context, float("nan"))
+        dataflow.attend(rows, offsets, ROWS, SIZE**-0.5, made, TILES[0])
+        return made
+
+    assert choose(blocks, dataflow, ROWS, unset, offsets, ROWS).tile == TILES[0]
 
 
 def test_an_attention_that_is_wrong_is_never_chosen(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,8 +144,66 @@ def test_an_attention_that_is_wrong_is_never_chosen(blocks: Any, monkeypatch: py
             dataflow.attend(*given)
             given[4].mul_(by)
 
-        kernels = SimpleNamespace(**{name: getattr(dataflow, name) for name in dataflow.KERNELS} | {"attend": attend})
-        assert choose(blocks, kernels, ROWS, partial(plain, offsets), offsets, ROWS).tile is None
+        assert choose(blocks, with_attention(attend), ROWS, partial(plain, offsets), offsets, ROWS).tile is None
+
+
+def with_attention(attend: Callable[..., None], **more: Any) -> Any:
+    """The functions of `dataflow`, but for attention."""
+    own = {name: getattr(dataflow, name) for name in dataflow.KERNELS}
+    return SimpleNamespace(**own | {"attend": attend} | more)
+
+
+@pytest.mark.parametrize(("dtype", "chosen"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_rounding_is_allowed_as_the_dtype_rounds(
+    blocks: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chosen: bool
+) -> None:
+    """A thousandth apart is less than bfloat16 rounds, and what TF32 makes of float32."""
+    with_times(monkeypatch, lambda way: 1.0 if way is None else 0.1)
+    for block in blocks:
+        for module in (block.attn.proj, block.mlp.fc1, block.mlp.fc2, block.norm1):
+            module.to(dtype)
+    offsets = offsets_of(0, 24, 48)
+
+    def attend(rows: torch.Tensor, offsets: torch.Tensor, *given: Any) -> None:
+        dataflow.attend(rows, offsets, *given)
+        given[2].mul_(1.001 if dtype == torch.float32 else 1.004)
+
+    recipe = choose(blocks, with_attention(attend), ROWS, partial(plain, offsets), offsets, ROWS)
+    assert (recipe.tile is not None) == chosen
+
+
+def test_a_tile_without_room_on_this_gpu_is_left_out(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OutOfResourcesError(Exception):
+        pass
+
+    def attend(*given: Any) -> None:
+        if given[5] == TILES[0]:
+            raise OutOfResourcesError
+        dataflow.attend(*given)
+
+    with_times(monkeypatch, lambda way: {None: 1.0, TILES[0]: 0.1, TILES[1]: 0.5}.get(way, 1.0))
+    offsets = offsets_of(0, 24, 48)
+    kernels = with_attention(attend, REFUSED=OutOfResourcesError)
+    assert choose(blocks, kernels, ROWS, partial(plain, offsets), offsets, ROWS).tile == TILES[1]
+    kernels = with_attention(attend, REFUSED=ZeroDivisionError)
+    with pytest.raises(OutOfResourcesError):  # what else goes wrong is no reason to do without
+        choose(blocks, kernels, ROWS, partial(plain, offsets), offsets, ROWS)
+    assert offsets.tolist() == [0, 24, 48]
+
+
+def test_steps_are_timed_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def stream(device: torch.device) -> object:
+        made.append(device)
+        return object()
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    recipe._side.cache_clear()
+    assert recipe._side(torch.device("cuda:0")) is recipe._side(torch.device("cuda:0"))
+    assert recipe._side(torch.device("cuda:1")) is not recipe._side(torch.device("cuda:0"))
+    assert made == [torch.device("cuda:0"), torch.device("cuda:1")]
+    recipe._side.cache_clear()
 
 
 def test_large_graphs_are_not_measured(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +213,10 @@ def test_large_graphs_are_not_measured(blocks: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_quantised_layers_keep_their_own_product(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_times(monkeypatch, lambda way: 1.0)
+    with_times(monkeypatch, lambda way: 5.0 if way == 0 else 1.0)
     for block in blocks:
         block.attn.proj.weight = torch.nn.Parameter(block.attn.proj.weight.to(torch.float64), requires_grad=False)
         monkeypatch.setattr(block.attn.proj, "forward", lambda x: (x.clone(), None))
     offsets = offsets_of(0, 48)
-    assert choose(blocks, dataflow, ROWS, partial(plain, offsets), offsets, ROWS).proj == 0
+    chosen = choose(blocks, dataflow, ROWS, partial(plain, offsets), offsets, ROWS)
+    assert (chosen.proj, chosen.fc1) == (0, 1)

@@ -20,6 +20,8 @@ _LOG2_E = 1.4426950408889634
 _HEAD_BLOCK = 8
 # Columns of a tile of `attend`. With 16, Triton 3.6 read beside the tile on an H200: wrong products, or a fault.
 _NARROWEST = 32
+# What Triton raises where it cannot compile a kernel for this GPU, such as a tile above its shared memory.
+REFUSED = triton.TritonError
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -204,7 +206,8 @@ def _parts(product: torch.Tensor) -> int:
 @cache
 def _early(device: torch.device) -> bool:
     """Tell whether a kernel may be launched before the one in front of it has ended, as Hopper can."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    nvidia = device.type == "cuda" and torch.version.cuda is not None  # AMD's GPUs are of that type too
+    return nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _launch(early: bool) -> dict[str, bool]:
