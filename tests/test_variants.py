@@ -315,6 +315,33 @@ def test_cached_positions_are_forgotten_with_the_weights(glm_beside_videos: Enco
             weight.data.copy_(kept)
 
 
+def test_cached_positions_are_forgotten_with_a_weight_that_is_replaced(glm_beside_videos: EncoderSession) -> None:
+    """A new weight may lie where one before it lay."""
+    plain = glm_beside_videos
+    inputs, embedding = plain.inputs([(1, 4, 6)]), plain.model.visual.embeddings.position_embedding
+    kept = embedding.weight
+    with plain.with_variants(["position_cache"]) as changed:
+        changed.capture()
+        try:
+            for scale in range(2, 8):
+                embedding.weight = torch.nn.Parameter(kept.detach() * scale, requires_grad=False)
+                assert same(changed.graph(inputs), plain.eager_served(inputs)), scale
+        finally:
+            embedding.weight = kept
+
+
+def test_positions_of_a_call_are_computed_once_whatever_the_cache_holds(glm_beside_videos: EncoderSession) -> None:
+    from workbench.encoder.variants.metadata_cache import TensorCache
+
+    plain = glm_beside_videos
+    inputs = plain.inputs([(1, 4, 6), (1, 6, 4), (1, 4, 6)])
+    with plain.with_variants(["position_cache"]) as changed:
+        changed.capture()
+        changed.model.position_cache = cache = TensorCache(0)
+        assert same(changed.graph(inputs), plain.graph(inputs))
+        assert (cache.misses, cache.hits, cache.held_bytes) == (2, 0, 0)
+
+
 # Attaching ----------------------------------------------------------------------------------------------------------
 
 

@@ -28,11 +28,16 @@ class PositionCache(Model):  # type: ignore[misc]  # vLLM is untyped here
 
     def __init_variant__(self) -> None:
         """Make the cache; `attach` calls it."""
+        self._forget_positions()
+
+    def _forget_positions(self) -> None:
         self.position_cache = TensorCache(CACHE_BYTES)
+        # Held on to: while it is, no other weight can have its memory and be taken for it.
+        self._position_weight = self.visual.embeddings.position_embedding.weight.detach()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Forget what was computed from other weights, and load."""
-        self.position_cache = TensorCache(CACHE_BYTES)
+        self._forget_positions()
         loaded: set[str] = super().load_weights(weights)
         return loaded
 
@@ -42,6 +47,9 @@ class PositionCache(Model):  # type: ignore[misc]  # vLLM is untyped here
         """Return the pixel rows, and vLLM's metadata with the positions of grids seen before."""
         from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphReplayBuffers
 
+        weight = self.visual.embeddings.position_embedding.weight
+        if weight.data_ptr() != self._position_weight.data_ptr():  # replaced, or moved to another device or dtype
+            self._forget_positions()
         image = self.get_input_modality(mm_kwargs) == "image"
         pads = {"max_batch_size": max_batch_size} if image else {"max_frames_per_batch": max_frames_per_batch}
         grids = self._get_grid_thw_by_modality(mm_kwargs)
@@ -53,10 +61,11 @@ class PositionCache(Model):  # type: ignore[misc]  # vLLM is untyped here
 
 
 class _Positions:
-    """A tower whose positions are cached by grid; everything else is the tower's own."""
+    """A tower, for one call, whose positions are cached by grid; everything else is the tower's own."""
 
     def __init__(self, tower: Any, cache: TensorCache) -> None:
         self._tower, self._cache = tower, cache
+        self._items: dict[tuple[int, ...], Values] = {}  # of this call, which may have more than the cache holds
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tower, name)
@@ -70,9 +79,13 @@ class _Positions:
         return self._joined("cos", grids), self._joined("sin", grids), None
 
     def _joined(self, name: str, grids: Sequence[Sequence[int]]) -> torch.Tensor:
-        weight = self._tower.embeddings.position_embedding.weight.data_ptr()
-        items = [self._cache.get((weight, *grid), partial(self._computed, list(grid)))[name] for grid in grids]
+        items = [self._item(tuple(grid))[name] for grid in grids]
         return items[0] if len(items) == 1 else torch.cat(items)
+
+    def _item(self, grid: tuple[int, ...]) -> Values:
+        if grid not in self._items:
+            self._items[grid] = self._cache.get(grid, partial(self._computed, list(grid)))
+        return self._items[grid]
 
     def _computed(self, grid: list[int]) -> Values:
         cos, sin, _ = self._tower.rot_pos_emb([grid])

@@ -38,9 +38,9 @@ def positions_stale(lab: Lab) -> Iterator[None]:
     """The key holds how many patches an item has, and not its grid."""
 
     def wrap(original: Any) -> Any:
-        def get(key: tuple[int, int, int, int], compute: Callable[[], Values]) -> Values:
-            weight, t, h, w = key
-            values: Values = original((weight, t * h * w), compute)
+        def get(key: tuple[int, int, int], compute: Callable[[], Values]) -> Values:
+            t, h, w = key
+            values: Values = original(t * h * w, compute)
             return values
 
         return get
