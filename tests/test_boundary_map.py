@@ -174,6 +174,9 @@ def test_work_of_a_module_without_nodes_goes_to_the_one_around_it() -> None:
     assert found["vit"].weight_bytes == 10**6
     assert found["vit.norm"].distance is None
     assert found[""].flops == 0
+    unknown = {row.module: row for row in with_roofline(rows, work, None)}
+    assert unknown["vit.attn.qkv"].flops == 10**8
+    assert {row.roofline_us for row in unknown.values()} == {0.0}
 
 
 def test_a_recorded_replay_gives_its_ops_in_order() -> None:
@@ -181,7 +184,7 @@ def test_a_recorded_replay_gives_its_ops_in_order() -> None:
     from workbench.trace import read_trace
 
     folder = recording_folder("ernie45_vl-224")
-    trace = read_trace(folder / "traces" / "graph.ranges+cuda.json.gz")
+    trace = read_trace(folder / "traces" / "graph.ranges-cuda.json.gz")
     ops = ops_of(trace)
     assert len(ops) == len(trace.gpu_rows())
     assert all(us > 0 for _, us in ops)

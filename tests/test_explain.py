@@ -63,7 +63,7 @@ def test_parts_of_a_call_add_up(arms: list[Traced]) -> None:
 def test_a_trace_that_is_cut_off_is_not_explained(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(recording_folder(RECORDING), folder)
-    trace = folder / "traces" / "graph.ranges+cuda.json.gz"
+    trace = folder / "traces" / "graph.ranges-cuda.json.gz"
     trace.write_bytes(trace.read_bytes()[:-2000])
     with pytest.raises(WorkbenchError, match="cut off before its end"):
         explain.traced(explain.open_subject(folder), "graph")

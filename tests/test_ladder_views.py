@@ -238,6 +238,18 @@ def test_maps_in_words(made: Ladder) -> None:
     assert f"*all variants* takes 42.6 times its roofline of 12 us, {farthest}" in text
 
 
+def test_a_roofline_that_is_not_known_is_said(made: Ladder) -> None:
+    """Of a GPU that `workbench.roofline` does not have."""
+    mapped = made.maps[0]
+    bare = [msgspec.structs.replace(one, roofline_us=0.0) for one in mapped.modules]
+    table = ladder.modules(msgspec.structs.replace(mapped, modules=bare))
+    text = words.roofline([table])
+    assert (
+        text == f"*{table['graph'].iloc[0]}* takes {table['us'].sum():,.0f} us, on a GPU whose roofline is not known."
+    )
+    assert len(figures.roofline([table]).data) == 2
+
+
 def test_steps_in_words(made: Ladder) -> None:
     case = ladder.one_image(made)
     assert case is not None

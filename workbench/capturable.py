@@ -95,7 +95,7 @@ class MappedModule(Record, frozen=True):
         module: dotted name; "" is what belongs to none.
         families: kernel family -> (nodes, microseconds in one replay).
         flops, weight_bytes: of the module alone, for this graph's rows.
-        roofline_us: the least time that the device needs for them.
+        roofline_us: the least time that the device needs for them; zero for one that is not known.
     """
 
     module: str

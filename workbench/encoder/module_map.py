@@ -25,7 +25,7 @@ from workbench.encoder.registry import builder
 from workbench.errors import WorkbenchError
 from workbench.kernels import family
 from workbench.models import ModelFacts
-from workbench.roofline import H200, Device
+from workbench.roofline import Device
 from workbench.trace import Trace, read_trace
 
 Op = tuple[str, float]
@@ -149,8 +149,12 @@ def _inside(module: str, roots: Sequence[str]) -> bool:
     return any(module == root or module.startswith(f"{root}.") for root in roots)
 
 
-def with_roofline(rows: Sequence[MappedModule], work: dict[str, Work], device: Device) -> list[MappedModule]:
-    """Give each row its work and roofline; a module whose inner modules own no nodes does their work too."""
+def with_roofline(rows: Sequence[MappedModule], work: dict[str, Work], device: Device | None) -> list[MappedModule]:
+    """Give each row its work and roofline; a module whose inner modules own no nodes does their work too.
+
+    Args:
+        device: None is one that is not known: its roofline stays zero.
+    """
     listed = {row.module for row in rows}
     given: dict[str, list[Work]] = {row.module: [] for row in rows}
     for module, own in work.items():
@@ -167,7 +171,7 @@ def with_roofline(rows: Sequence[MappedModule], work: dict[str, Work], device: D
             families=row.families,
             flops=sum(one.flops for one in given[row.module]),
             weight_bytes=sum(one.weight_bytes for one in given[row.module]),
-            roofline_us=sum(one.roofline_us(device) for one in given[row.module]),
+            roofline_us=sum(one.roofline_us(device) for one in given[row.module]) if device else 0.0,
         )
         for row in rows
     ]
@@ -209,9 +213,9 @@ def map_graph(
     parts: tuple[str, ...],
     forward: Callable[[], torch.Tensor],
     work: dict[str, Work],
-    device: Device = H200,
+    device: Device | None,
 ) -> ModuleMap:
-    """Capture `forward` once more with hooks on its modules, trace a replay, and join the two.
+    """Capture `forward` once more with hooks on its modules, trace a replay, and join the two; see `with_roofline`.
 
     Nothing is raised for a graph that cannot be mapped: `why_not` holds the reason.
     """

@@ -64,6 +64,9 @@ def roofline(tables: Sequence[pd.DataFrame]) -> str:
     told = []
     for table in tables:
         us, floor = float(table["us"].sum()), float(table["roofline us"].sum())
+        if not floor:
+            told.append(f"*{table['graph'].iloc[0]}* takes {us:,.0f} us, on a GPU whose roofline is not known")
+            continue
         whole = f"*{table['graph'].iloc[0]}* takes {us / floor:.1f} times its roofline of {floor:,.0f} us"
         known = _rows(table, "times roofline")
         if known:

@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 import torch
 
+from workbench import roofline
 from workbench.budgets import Configuration
 from workbench.capturable import ALL, FALLBACK, GRAPH, SCHEMA_VERSION, SERVED, Captured, Case, Column, Ladder, ModuleMap
 from workbench.encoder import registry
@@ -490,6 +491,7 @@ def _maps(run: _Run, session: EncoderSession, ways: Sequence[_Way], calls: Calls
         run.add(notes=["no graph was mapped: no budget holds the first case"])
         return
     maps: list[ModuleMap] = []
+    gpu = roofline.device(torch.cuda.get_device_name(session.device))
     inputs = session.inputs(grids, seed=run.effort.seed)
     for way in ways:
         if way.graphs is None or way.name not in (GRAPH, "resampler", "fused", ALL):
@@ -504,7 +506,7 @@ def _maps(run: _Run, session: EncoderSession, ways: Sequence[_Way], calls: Calls
         forward = partial(_forward, model, values)
         try:
             with torch.inference_mode():
-                maps.append(map_graph(way.name, budget, model, parts, forward, work))
+                maps.append(map_graph(way.name, budget, model, parts, forward, work, gpu))
         except _NOT_RUN as error:
             maps.append(ModuleMap(name=way.name, budget=budget, nodes=0, why_not=f"{type(error).__name__}: {error}"))
     run.add(maps=maps)
