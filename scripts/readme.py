@@ -1,31 +1,36 @@
 #!/usr/bin/env python3
-"""Write the generated regions of README and docs/parallel.md; with --check, only say whether they are current.
+"""Write the generated regions of README and of pages in docs/; with --check, only say whether they are current.
 
     .venv/bin/python scripts/readme.py [--check]
 
 A region lies between `<!-- generated: NAME -->` and `<!-- end -->`. No number in one is typed by hand:
 
     notebooks   title of each notebook and the sentence that says what it is for
-    found       headlines of the variants, the costs and the engine, from the recordings
+    found       headlines of the variants, parity, the costs and the engine, from the recordings
     measured    the recordings' timings
     benchmarks  the first part of benchmarks/results.md, which `make bench` writes
     faults      the first part of docs/faults.md, which `make faults` writes
     parallel    calls over several GPUs, from the recordings of `workbench parallel`; in docs/parallel.md
+    sweep       what a sweep on Ray lived through, from the recording of scripts/sweep_trial.py; in docs/sweeps.md
+    lab         what the parity lab says of the variants on a GPU, from its recordings; in docs/variants.md
 """
 
 import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from typing import Any
 
 from workbench.capturable import ALL, GRAPH, SERVED, read_ladder
-from workbench.comparison import check, read_comparisons
+from workbench.comparison import read_comparisons
 from workbench.costs import CostModel, read_profile
 from workbench.engine_bench import arms_table, read_bench
+from workbench.ladder import in_order
 from workbench.models import model_facts
+from workbench.outcomes import held_out, won
+from workbench.outcomes import validation as validated
 from workbench.parallel import (
     ARMS,
     RESULT_FILE,
@@ -40,9 +45,19 @@ from workbench.parallel import (
     times,
     trace_ranks,
 )
-from workbench.parity import DETAILS
+from workbench.parity import (
+    DETAILS,
+    PARITY_FILE,
+    Parity,
+    changes_sentence,
+    read_parity,
+    recorded_sentence,
+    verdict,
+    without_variants,
+)
 from workbench.run import RUN_FILE, Arm, Equality, Run, read_run
 from workbench.stats import summary
+from workbench.views.answers import defect_of, differing
 
 ROOT = Path(__file__).resolve().parents[1]
 REGION = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -113,57 +128,135 @@ def measured(root: Path) -> str:
 
 
 def found(root: Path) -> str:
-    """Return one row per question: what the recordings answer, and the section that shows it."""
+    """Return one row per question and model: what the recordings answer, and the section that shows it."""
     folder = root / "workbench" / "recordings"
-    rows = [*_of_variants(folder / "variants_ernie45_vl"), *_of_costs(folder / "costs_h200_ernie45_vl")]
-    rows += [_of_engine(path) for path in sorted(folder.glob("served_ernie45_vl-*"))]
+    rows = [
+        *(row for model in MODELS for row in _of_variants(folder / f"variants_{model}")),
+        *_of_parity([path.parent for path in sorted(folder.glob(f"*/{PARITY_FILE}"))]),
+        *(
+            row
+            for ask in (_of_predictions, _of_advice)
+            for model in MODELS
+            for row in ask(folder / f"costs_h200_{model}")
+        ),
+        *(row for model in MODELS for row in _of_engine(sorted(folder.glob(f"served_{model}-*")))),
+    ]
     return table(("question", "measured", "shown in"), rows) if rows else "No recording answers it yet.\n"
 
 
-def _of_variants(folder: Path) -> list[tuple[str, str, str]]:
+Rows = list[tuple[str, str, str]]
+
+
+def _of_variants(folder: Path) -> Rows:
+    """Means of vLLM's graph and of all variants on a few calls, and how eager as served takes the first of them."""
     if not folder.is_dir():
         return []
     ladder = read_ladder(folder)
-    rows = []
-    for case in ladder.cases:
+    told, slow = [], ""
+    for case in in_order(ladder):
         means = {column.name: summary(column.wall_us).mean / 1e3 for column in case.columns if column.wall_us}
         before, after, served = means.get(GRAPH), means.get(ALL), means.get(SERVED)
-        if before and after and served and len(case.grids) == 1:
-            text = f"vLLM's graph {before:.2f} ms, the variants' {after:.2f} ms: {before / after:.2f}x; "
-            text += f"eager as served {served:.1f} ms, {served / after:.1f}x"
-            rows.append((f"what better graphs win, {case.name}", text, "notebook 01, section 10"))
+        if case.name in CALLS and before and after and served:
+            told.append(f"{case.name} {before:.2f} ms to {after:.2f} ms ({before / after:.2f}x)")
+            slow = slow or f"; eager as served takes {served:.1f} ms for {case.name}"
+    if not told:
+        return []
+    title = model_facts(ladder.model.key).title
+    text = f"from vLLM's graph to the variants': {', '.join(told)}{slow}"
+    return [(f"what do better graphs win, {title}", text, "notebook 01, section 10")]
+
+
+def _of_parity(folders: Sequence[Path]) -> Rows:
+    """In how many conditions graph and eager part, of vLLM's own code and with the variants."""
+    rows = []
+    sessions = [read_parity(folder) for folder in folders]
+    for after in sessions:
+        before = without_variants(after, sessions)
+        if before is None:
+            continue
+        text = f"vLLM's graphs part from eager in {_parted(before)}; the variants' in {_parted(after)}"
+        rows.append((f"are the outputs right, {model_facts(after.model.key).title}", text, "notebook 03, section 2"))
     return rows
 
 
-def _of_costs(folder: Path) -> list[tuple[str, str, str]]:
+def _parted(session: Parity) -> str:
+    """As "7 of 74 conditions (D4, D6)"."""
+    tested = [cell for cell in session.cells if cell.status != "not_tested"]
+    bad = differing(session)
+    why = ", ".join(sorted({defect_of(session, cell) or "unexplained" for cell in bad}))
+    return f"{len(bad) or 'none'} of {len(tested)} conditions" + (f" ({why})" if why else "")
+
+
+def _of_predictions(folder: Path) -> Rows:
+    """How right predictions are, held out and against another session."""
     if not folder.is_dir():
         return []
     model = CostModel(read_profile(folder / "profile.json"))
-    off = [abs(row.error) for row in check(model, read_comparisons(folder / "heldout.json"), replays_only=True)]
-    text = f"{median(off):.1%} off in the median, {max(off):.1%} at worst, "
-    text += f"over {len(off)} pairs of configuration and workload"
-    rows = [("are predictions right", text, "notebook 02, section 10")]
-    validation = read_comparisons(folder / "validation.json")
-    errors: dict[str, list[float]] = {}
-    for row in check(model, validation):
-        errors.setdefault(row.workload, []).append(row.error)
-    for workload, of in errors.items():
-        text = f"{min(of):+.1%} to {max(of):+.1%} off, over {len(of)} configurations"
-        rows.append((f"and against another session, {workload}", text, "notebook 02, section 10"))
-    for comparison in validation.comparisons:
-        means = {
-            timing.name: summary([x for call in timing.calls for x in call.wall_us]).mean / 1e3
-            for timing in comparison.configurations
-        }
-        text = ", ".join(f"{name} {value:.2f} ms" for name, value in means.items()) + " a call"
-        rows.append((f"what advised budgets win, {comparison.workload}", text, "notebook 02, section 10"))
-    return rows
+    off = held_out(model, read_comparisons(folder / "heldout.json"))["error"].abs()
+    across = validated(model, read_comparisons(folder / "validation.json"))["error"].dropna()
+    text = f"{off.median():.1%} off in the median and {off.max():.1%} at worst, over {len(off)} pairs of configuration "
+    text += f"and workload; against another session {across.min():+.0%} to {across.max():+.0%}"
+    return [(f"are predictions right, {model_facts(model.profile.model.key).title}", text, "notebook 02, section 10")]
 
 
-def _of_engine(folder: Path) -> tuple[str, str, str]:
-    bench = read_bench(folder)
-    text = ", ".join(f"{row['arm']} {row['mean ms']:.2f} ms" for row in arms_table([bench])) + " a request"
-    return f"and in the whole engine, {bench.workload}", text, "notebook 02, section 10"
+def _of_advice(folder: Path) -> Rows:
+    """What advised budgets win against the best others whose outputs are right."""
+    if not folder.is_dir():
+        return []
+    model = CostModel(read_profile(folder / "profile.json"))
+    compared = read_comparisons(folder / "validation.json")
+    gains = [_gain(row) for row in won(compared, validated(model, compared)).to_dict("records")]
+    title = model_facts(model.profile.model.key).title
+    return [(f"what do advised budgets win, {title}", f"a call of {'; '.join(gains)}", "notebook 02, section 10")]
+
+
+def _gain(row: Mapping[Any, Any]) -> str:
+    """What the advised budgets of one workload win, or save where they win nothing."""
+    text = f"{row['workload']} {row['best other ms']:.2f} ms to {row['advised ms']:.2f} ms ({row['faster']:.2f}x"
+    if row["won"] is not None and row["won"] == row["won"]:
+        return f"{text}, {row['won']:.0%} of what the bound leaves)"
+    ours, others = (_held(row[n], row[mib]) for n, mib in (GRAPHS, OTHER_GRAPHS))
+    return f"{text}; {ours}, not {others})"
+
+
+def _held(graphs: int, mib: float) -> str:
+    """As "1 graph in 28 MiB"."""
+    return f"{graphs} graph{'s' * (graphs != 1)} in {mib:,.0f} MiB"
+
+
+def _of_engine(folders: Sequence[Path]) -> Rows:
+    """Milliseconds a request of every arm, a workload after the other."""
+    benches = [read_bench(folder) for folder in folders]
+    told = [
+        f"{bench.workload}: " + ", ".join(f"{row['arm']} {row['mean ms']:.2f} ms" for row in arms_table([bench]))
+        for bench in benches
+    ]
+    if not told:
+        return []
+    title = model_facts(benches[0].model).title
+    return [(f"and in the whole engine, {title}", f"a request of {'; '.join(told)}", "notebook 02, section 10")]
+
+
+def sweep(root: Path) -> str:
+    """Return what the trial of a sweep on Ray found, from the file that `scripts/sweep_trial.py` wrote."""
+    told = []
+    for path in sorted((root / "workbench" / "recordings").glob("sweep_*/check.json")):
+        found = json.loads(path.read_text("utf-8"))
+        busy = " and ".join(str(gpu["samples_busy"]) for gpu in found["gpus"])
+        killed, ended = found["worker_killed_after_s"], found["sweep_killed_after_s"]
+        kept = "is unchanged" if found["before_unchanged"] else "HAS CHANGED"
+        told += [
+            f"* `{path.parent.name}`: {found['configurations']} configurations on {len(found['gpus'])} GPUs.",
+            f"* A worker got SIGKILL after {killed:.0f} s, the command after {ended:.0f} s, with "
+            f"{found['results_then']} results there.",
+            f"* `--resume` ended with exit code {found['exit_code_of_resume']}: "
+            f"{'every configuration has its result' if found['all_there'] else 'RESULTS ARE MISSING'}, "
+            f"{'none failed' if found['none_failed'] else 'SOME FAILED'}, and what was there before {kept}.",
+            f"* {found['tasks_at_once']} tasks began before the one before them had ended: {found['task_seconds']:.0f} "
+            f"s of tasks took {found['seconds']:.0f} s, the start of Ray and of two rounds of workers included. The "
+            f"GPUs were busy in {busy} of {found['gpus'][0]['samples']} samples each.",
+        ]
+    return "\n".join(told) or "No sweep is recorded.\n"
 
 
 def benchmarks(root: Path) -> str:
@@ -221,7 +314,23 @@ def _listed(rows: Sequence[dict[str, object]]) -> str:
     return table(heads, cells)
 
 
-PAGES = ("README.md", "docs/parallel.md")
+def lab(root: Path) -> str:
+    """Return what every recorded parity session with variants says, and what changed against the one without."""
+    paths = sorted((root / "workbench" / "recordings").glob(f"*/{PARITY_FILE}"))
+    sessions = [read_parity(path.parent) for path in paths]
+    told = []
+    for session in sessions:
+        before = without_variants(session, sessions)
+        if session.variants and before is not None:
+            faults = recorded_sentence(session).partition(": ")[2]
+            told.append(f"* {changes_sentence(before, session)} {verdict(session)} The lab itself: {faults}")
+    return "\n".join(told) or "No parity session with variants is recorded.\n"
+
+
+PAGES = ("README.md", "docs/parallel.md", "docs/sweeps.md", "docs/variants.md")
+MODELS = ("ernie45_vl", "glm4_1v")
+GRAPHS, OTHER_GRAPHS = ("graphs", "memory MiB"), ("best other graphs", "best other MiB")
+CALLS = ("64 tokens", "4 x 64 tokens", "mixed", "2048 tokens")  # of the ladder's, in README
 REGIONS: dict[str, Callable[[Path], str]] = {
     "notebooks": notebooks,
     "found": found,
@@ -229,6 +338,8 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "benchmarks": benchmarks,
     "faults": faults,
     "parallel": parallel,
+    "sweep": sweep,
+    "lab": lab,
 }
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from workbench.capturable import ALL, FALLBACK, GRAPH, LADDER_FILE, SERVED, Case, Column, Ladder, read_ladder
 from workbench.errors import WorkbenchError
-from workbench.ladder import in_order, last_step, title
+from workbench.ladder import FAR, in_order, last_step, recipes, schedules, title
 from workbench.models import model_facts
 from workbench.stats import summary
+from workbench.views import ladder_words
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDINGS = ROOT / "workbench" / "recordings"
-FAR = 3  # noise floors: the limit of a mismatch, as in the parity lab
 HEADING = "\n## Figures\n\n"
 # The one variant that changes nothing of a replay: it is compared where an item is above the largest budget.
 FALLBACK_VARIANT = "fallback"
@@ -51,8 +51,17 @@ def figures(ladder: Ladder, variant: str) -> str:
         f"{about}.\n{before} GPU busy and nodes: before → with it.\n"
         f"Parity: distance to eager as served over the noise floor{_before_too(ladder.cases, baseline)}.\n"
         f"{_beyond(ladder.cases, variant)}\n"
-        f"{_table(HEADS, rows)}"
+        f"{_table(HEADS, rows)}{_recipes(ladder, variant)}"
     )
+
+
+def _recipes(ladder: Ladder, variant: str) -> str:
+    """How graphs compute their steps, on the page of the variant that chooses it; or nothing."""
+    rows = recipes(ladder)
+    if not len(rows) or not any(one.recipes for one in ladder.captured if one.column == variant):
+        return ""
+    cells = [[f"{budget:,}", f"{size:,}", *ways] for budget, size, *ways in rows.itertuples(index=False)]
+    return f"\n{ladder_words.recipes(rows, schedules(ladder))}\n\n{_table(list(rows.columns), cells)}"
 
 
 def overview(ladder: Ladder) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.ladders import NOISE, make_counters, make_glm_ladder, make_ladder, write_ladder
 from workbench import capturable, ladder
-from workbench.capturable import ALL, GRAPH, SERVED, Ladder, find_ladder
+from workbench.capturable import ALL, GRAPH, SERVED, Captured, Ladder, find_ladder
 from workbench.encoder import counters
 from workbench.encoder.counters import find_counters
 from workbench.errors import WorkbenchError
@@ -285,14 +285,51 @@ def test_every_call_in_words(made: Ladder) -> None:
 def test_parity_in_words(made: Ladder) -> None:
     text = words.parity(ladder.all_steps(made))
     assert text.startswith("10 of 11 variants' calls equal vLLM's graph bit for bit; none of 14 lie beyond")
-    far = msgspec.structs.replace(made.cases[1], noise_rms=NOISE / 10)
+    far = msgspec.structs.replace(made.cases[1], noise_rms=NOISE / 5)
     text = words.parity(ladder.all_steps(msgspec.structs.replace(made, cases=[far])))
     assert "7 of 7 lie beyond the noise floor" in text
-    assert "5.00 times the floor" in text
+    assert text.endswith("2.50 times the floor.")
+    near = msgspec.structs.replace(made.cases[1], noise_rms=NOISE / 2.5)
+    assert "1.25 times the floor, no further than two independent roundings lie apart (√2)." in words.parity(
+        ladder.all_steps(msgspec.structs.replace(made, cases=[near]))
+    )
+    wrong = msgspec.structs.replace(made.cases[1], noise_rms=NOISE / 10)
+    text = words.parity(ladder.all_steps(msgspec.structs.replace(made, cases=[wrong])))
+    assert "On *64 tokens* vLLM's graph is wrong, 5.0 floors from eager: resampler and one_pass and" in text
+    assert text.endswith("leave it so.")
     unknown = msgspec.structs.replace(made.cases[1], noise_rms=None)
     assert words.parity(ladder.all_steps(msgspec.structs.replace(made, cases=[unknown]))).startswith(
         "The outputs have no"
     )
+
+
+def test_recipes_are_one_row_a_size_and_told(made: Ladder) -> None:
+    pytest.importorskip("torch")
+    from workbench.encoder.variants.recipe import TILES, Recipe
+
+    assert not len(ladder.recipes(made))
+    said = str(Recipe(proj=2, fc2=4, tile=TILES[0]))  # as a capture records it
+    captured = [
+        Captured(
+            column="fused",
+            costs=[],
+            schedules=["once per call"],
+            recipes=[f"256 rows: {said}", f"8,192 rows: {Recipe()}"],
+        ),
+        Captured(column=ALL, costs=[], schedules=["once per call"], recipes=[f"256 rows: {Recipe(tile=TILES[1])}"]),
+    ]
+    both = msgspec.structs.replace(made, captured=captured)
+    small, large = ladder.recipes(both).to_dict("records")
+    assert (small["budget"], small["rows"], small["attention"]) == (64, 256, "kernel for short sequences")
+    assert small["products in parts"] == "proj in 2, fc2 in 4 or whole"
+    assert (large["budget"], large["attention"], large["products in parts"]) == (2048, "vLLM's way", "whole")
+    text = words.recipes(ladder.recipes(both), ladder.schedules(both))
+    assert "Up to budget 64 that is another way than vLLM's; from 2,048 on it is vLLM's." in text
+    assert text.endswith("At budget 64 not all captures chose the same. Attention is planned once per call.")
+    vllm = msgspec.structs.replace(
+        made, captured=[msgspec.structs.replace(captured[0], recipes=[f"64 rows: {Recipe()}"])]
+    )
+    assert "Here that is vLLM's way everywhere." in words.recipes(ladder.recipes(vllm), [])
 
 
 def test_counters_in_words() -> None:
@@ -332,7 +369,9 @@ def test_d6_is_told_from_its_distance_and_from_what_a_static_replay_saw(of_glm: 
     every = ladder.all_steps(of_glm)
     assert list(dict.fromkeys(every["call"])) == ["64 tokens", "64 tokens, videos allowed", "video of 8 frames"]
     text = words.parity(every)
-    assert "Farthest from eager is vLLM's graph on 64 tokens, videos allowed: 150.00 times the floor." in text
+    assert (
+        "On *64 tokens, videos allowed* vLLM's graph is wrong, 150.0 floors from eager: cu_seqlens_tail mends" in text
+    )
     assert text.endswith("In the buffers of vLLM's graph on *64 tokens, videos allowed*: D6: offsets fall.")
     assert max(value for trace in figures.parity(every).data for value in drawn(trace)) == pytest.approx(150)
 

@@ -241,6 +241,11 @@ class ArmRun(Record, frozen=True):
         measures = () if self.vllm is None else self.vllm.measures
         return next((measure for measure in measures if measure.name == "encoder_forward"), None)
 
+    @property
+    def encoder_us(self) -> float | None:
+        """Of all calls, until the GPU was done: the host goes on as soon as a replay without waits is launched."""
+        return None if self.host_us is None else max(self.host_us, self.gpu_us or 0.0)
+
 
 class EngineBench(Record, frozen=True):
     """What `workbench engine-bench` measured; written after every arm, so `runs` may be fewer than asked.
@@ -675,7 +680,7 @@ def _repriced(run: ArmRun, folder: Path, bench: EngineBench, profile: CostModel)
 def arms_table(benches: Iterable[EngineBench]) -> list[dict[str, Any]]:
     """Return one row per run that gave a result; milliseconds are per request, as vLLM divides a call's time.
 
-    `encoder s` is the sum over all calls, on the host: where arms met different calls, it is what compares.
+    `encoder s` is the sum over all calls, until the GPU was done: where arms met different calls, it is what compares.
     """
     rows = []
     for bench in benches:
@@ -695,7 +700,7 @@ def arms_table(benches: Iterable[EngineBench]) -> list[dict[str, Any]]:
                     "P99 ms": _thousandth(tail),
                     "predicted ms": _thousandth(run.predicted_us),
                     "error": run.predicted_us / run.forward.mean - 1 if run.predicted_us and run.forward.mean else None,
-                    "encoder s": None if run.host_us is None else run.host_us / 1e6,
+                    "encoder s": None if run.encoder_us is None else run.encoder_us / 1e6,
                     "items": run.calls.items,
                     "calls": run.calls.calls,
                     "items a call": run.calls.items / run.calls.calls if run.calls.calls else None,
@@ -721,58 +726,68 @@ def explain(bench: EngineBench) -> list[str]:
     done = [run for run in bench.runs if run.error is None and run.forward is not None and run.calls is not None]
     sentences = [f"Arm {run.arm} (run {run.number}) gave nothing: {run.error}." for run in bench.runs if run.error]
     sentences += [f"Arm {run.arm}: {finding}." for run in done for finding in run.findings]
+    kind = _kind(bench)
     for run in done:
-        sentences += _about(run, bench.prompts)
+        sentences += _about(run, bench.prompts, kind)
     arms: dict[str, list[ArmRun]] = {}
     for run in done:
         arms.setdefault(run.arm, []).append(run)
     for name, runs in arms.items():
         if name != EAGER and EAGER in arms:
-            sentences += _against(arms[EAGER], runs)
+            sentences += _against(arms[EAGER], runs, kind)
     return sentences
+
+
+def _kind(bench: EngineBench) -> str:
+    """What the requests hold: "image", "video", or "item" where both."""
+    preset = PRESETS.get(bench.workload)
+    kinds = {modality(bucket) for bucket in preset.recipe.buckets} if preset else set()
+    return kinds.pop() if len(kinds) == 1 else "item"
 
 
 def _ms(microseconds: float) -> str:
     return f"{microseconds / 1e3:.2f} ms"
 
 
-def _about(run: ArmRun, prompts: int) -> list[str]:
+def _about(run: ArmRun, prompts: int, kind: str) -> list[str]:
     """What one run did."""
     forward, calls = run.forward, run.calls
     assert forward is not None
     assert calls is not None
     per_call = calls.items / calls.calls if calls.calls else 0.0
     sentences = []
-    if forward.mean is not None and run.host_us is not None:
+    if forward.mean is not None and run.encoder_us is not None:
+        host, spent = calls.host_us or 0.0, max(calls.host_us or 0.0, calls.gpu_us or 0.0)
+        ahead = f", of which the host needs {_ms(host)} to launch it" if host < 0.9 * spent else ""
         sentences.append(
-            f"{run.arm}: {calls.items:,} images met in {calls.calls:,} encoder calls, {per_call:.1f} a call; a call's "
-            f"median is {_ms(calls.host_us or 0.0)} on the host, and shared by its requests that is vLLM's mean of "
-            f"{_ms(forward.mean)} per request (the ledger's sum gives {_ms(run.host_us / prompts)})."
+            f"{run.arm}: {calls.items:,} {kind}s met in {calls.calls:,} encoder calls, {per_call:.1f} a call; a call's "
+            f"median is {_ms(spent)}{ahead}, and shared by its requests that is vLLM's mean of "
+            f"{_ms(forward.mean)} per request (the ledger's sum gives {_ms(run.encoder_us / prompts)})."
         )
-    sentences += about_graphs(run)
+    sentences += about_graphs(run, kind)
     if run.predicted_us is not None and forward.mean:
         sentences.append(
             f"{run.arm}: the profile gives {_ms(run.predicted_us)} per request for these calls; measured "
             f"{_ms(forward.mean)} is {forward.mean / run.predicted_us - 1:+.0%}"
-            + ("." if run.alone_us is None else f". One image alone would take {_ms(run.alone_us)}.")
+            + ("." if run.alone_us is None else f". One {kind} alone would take {_ms(run.alone_us)}.")
         )
     return sentences
 
 
-def about_graphs(run: ArmRun) -> list[str]:
-    """How many of a run's images went through graphs; nothing for an arm without."""
+def about_graphs(run: ArmRun, kind: str = "image") -> list[str]:
+    """How many of a run's images or videos went through graphs; nothing for an arm without."""
     if run.budgets is None or run.calls is None:
         return []
     calls, graphs = run.calls, [row for row in run.hits if row.route == "graph"]
     if calls.hits == 0:
         return [
-            f"{run.arm}: no image went through a graph: this engine has no encoder graphs (the CPU's has none), "
+            f"{run.arm}: no {kind} went through a graph: this engine has no encoder graphs (the CPU's has none), "
             "so the arm measures the eager encoder."
         ]
     replays, fill = sum(row.batches for row in graphs), sum(row.tokens for row in graphs)
     held = sum(row.batches * (row.budget or 0) for row in graphs)
     return [
-        f"{run.arm}: {calls.hits:,} of {calls.items:,} images went through {replays:,} replays, "
+        f"{run.arm}: {calls.hits:,} of {calls.items:,} {kind}s went through {replays:,} replays, "
         f"{replays / calls.calls:.1f} a call, {fill / held:.0%} full."
     ]
 
@@ -784,7 +799,7 @@ def average(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known and len(known) == len(every) else None
 
 
-def _against(eagers: list[ArmRun], runs: list[ArmRun]) -> list[str]:
+def _against(eagers: list[ArmRun], runs: list[ArmRun], kind: str) -> list[str]:
     """Why an arm differs from the eager one; figures are averaged over the rounds."""
     eager, run = eagers[0], runs[0]
     assert eager.calls is not None
@@ -805,14 +820,14 @@ def _against(eagers: list[ArmRun], runs: list[ArmRun]) -> list[str]:
     ]
     if eager.alone_us and run.alone_us:
         sentences.append(
-            f"For one image alone the profile gives {eager.alone_us / run.alone_us:.1f} times ({_ms(eager.alone_us)} "
-            f"to {_ms(run.alone_us)}): an eager call pays its launches once however many images it holds, and a "
-            f"replay holds at most {run.max_items or 'a few'} images, so a call of many images gains less."
+            f"For one {kind} alone the profile gives {eager.alone_us / run.alone_us:.1f} times ({_ms(eager.alone_us)} "
+            f"to {_ms(run.alone_us)}): an eager call pays its launches once however many {kind}s it holds, and a "
+            f"replay holds at most {run.max_items or 'a few'} {kind}s, so a call of many {kind}s gains less."
         )
     shares = [summary.items / summary.calls for summary in (eager.calls, run.calls) if summary.calls]
     if len(shares) == 2 and max(shares) > 1.25 * min(shares):
         sentences.append(
-            f"The arms did not see the same calls: {shares[0]:.1f} images a call eagerly, {shares[1]:.1f} with "
+            f"The arms did not see the same calls: {shares[0]:.1f} {kind}s a call eagerly, {shares[1]:.1f} with "
             f"{run.arm}, because a faster encoder lets fewer requests wait; compare sums over all calls instead."
         )
     return sentences

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import pandas as pd
 
 from workbench.capturable import ALL, FALLBACK, GRAPH, SERVED, Boundary, Case, Column, Ladder, MappedModule, ModuleMap
-from workbench.models import ModelFacts
+from workbench.models import ModelFacts, model_facts
 from workbench.run import ARM_TITLES
 from workbench.stats import ratio, summary
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 OUTSIDE_MODULES = "outside any module"
 ALL_BLOCKS = "blocks.*"
 COMBINED = " + "  # between the variants of one column
+FAR = 3  # noise floors: the limit of a mismatch, as in the parity lab
 HEAVY = 0.02  # a module of a smaller share of the graph is not worth a name
 _BLOCK = re.compile(r"\bblocks\.\d+")
 # What the ladder calls vLLM's own graph, told apart from a variant's for people.
@@ -256,6 +257,38 @@ def in_order(ladder: Ladder) -> list[Case]:
 def all_steps(ladder: Ladder) -> pd.DataFrame:
     """Return `steps` of every case, `in_order`."""
     return pd.concat([steps(case) for case in in_order(ladder)], ignore_index=True)
+
+
+# As `variants.recipe` says it.
+_RECIPE = re.compile(r"([\d,]+) rows: attention (?:by the|in) (.+); products (?:in parts: )?(.+)")
+
+
+def recipes(ladder: Ladder) -> pd.DataFrame:
+    """One row per size of graph: how variants that measure it compute attention and the products of a block.
+
+    Each captured column measures by itself (`variants.recipe`); ways that only some of them chose stand side by side.
+    Empty for encoders whose variants measure nothing.
+    """
+    ways: dict[int, dict[tuple[str, str], None]] = {}
+    for one in ladder.captured:
+        for found in filter(None, map(_RECIPE.fullmatch, one.recipes)):
+            ways.setdefault(int(found[1].replace(",", "")), {})[found[2], found[3]] = None
+    merge = model_facts(ladder.model.key).merge ** 2
+    rows = [
+        {
+            "budget": rows // merge,
+            "rows": rows,
+            "attention": " or ".join(dict.fromkeys(attention for attention, _ in chosen)),
+            "products in parts": " or ".join(dict.fromkeys(parts for _, parts in chosen)),
+        }
+        for rows, chosen in sorted(ways.items())
+    ]
+    return pd.DataFrame(rows, columns=["budget", "rows", "attention", "products in parts"])
+
+
+def schedules(ladder: Ladder) -> list[str]:
+    """How variants plan attention, each way once: "once per call", or why in every block."""
+    return list(dict.fromkeys(schedule for one in ladder.captured for schedule in one.schedules))
 
 
 # Hardware counters ---------------------------------------------------------------------------------------------------

@@ -19,9 +19,17 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from workbench.advisor import Advice, Candidate, Setting, Study, cost_tables
+from workbench.advisor import Advice, Candidate, Setting, Study, cost_tables, zeroed_tail
 from workbench.budgets import Configuration, resolve
-from workbench.comparison import CallTiming, Comparisons, ConfigurationTiming, arrange_calls, check, read_comparisons
+from workbench.comparison import (
+    CallTiming,
+    Comparison,
+    Comparisons,
+    ConfigurationTiming,
+    arrange_calls,
+    check,
+    read_comparisons,
+)
 from workbench.costs import (
     SHIPPED,
     CallCosts,
@@ -482,7 +490,8 @@ def validation(model: CostModel, comparisons: Comparisons) -> pd.DataFrame:
     """Measured configurations with predictions beside, one row each; eager as served among them.
 
     `bound ms` is the mean that no configuration goes below (`workbench.search_loops.bound`) on the calls that were
-    timed, for every row of a workload.
+    timed, for every row of a workload. `wrong`, where frames matter, names the items whose embeddings
+    are.
     """
     checked = {(row.workload, row.configuration): row for row in check(model, comparisons)}
     rows = []
@@ -504,18 +513,26 @@ def validation(model: CostModel, comparisons: Comparisons) -> pd.DataFrame:
                     "predicted P99 ms": None if row is None else row.predicted_p99_us / 1e3,
                     "bound ms": least / 1e3,
                     **_planned(timing),
-                    **({"max frames": timing.max_frames} if framed else {}),
+                    **({"max frames": timing.max_frames, "wrong": _wrong(comparison, timing)} if framed else {}),
                 }
             )
     return _table(rows)
 
 
+def _wrong(comparison: Comparison, timing: ConfigurationTiming) -> str | None:
+    """Say which items of the timed calls are encoded wrongly, which a clock does not show."""
+    images = any(not call.frames or min(call.frames) == 1 for call in timing.calls)
+    return "images (D6)" if zeroed_tail(model_facts(comparison.model.key), timing.resolved, images) else None
+
+
 def won(comparisons: Comparisons, table: pd.DataFrame, advised: str = "advised") -> pd.DataFrame:
     """The advised configuration beside the best of the others, one row per workload that has one.
 
-    `faster` is the ratio of their mean times (above 1: the advised one is faster) with its 95 % interval from `low` to
-    `high`, repeats resampled within each call. `won` is the share of the time between the best other and the bound
-    that the advised one wins; None where the bound, a prediction, is above what was measured.
+    The best other is the fastest whose outputs are right. `faster` is the ratio of their mean times (above 1: the
+    advised one is faster) with its 95 % interval from `low` to `high`, repeats resampled within each call. `won` is the
+    share of the time between the best other and the bound that the advised one wins; None where it is not faster for
+    certain, or where the bound, a prediction, is above what was measured. Graphs and memory are those that were
+    captured for each.
 
     Args:
         table: of the same comparisons, from `validation`.
@@ -523,10 +540,12 @@ def won(comparisons: Comparisons, table: pd.DataFrame, advised: str = "advised")
     rows = []
     for comparison in comparisons.comparisons:
         mine = table[(table["workload"] == comparison.workload) & table["graphs"].notna()].set_index("configuration")
-        means = mine["measured mean ms"].dropna()
+        right = mine["wrong"].isna() if "wrong" in mine else mine["graphs"].notna()
+        means = mine.loc[right | (mine.index == advised), "measured mean ms"].dropna()
         if advised not in means or len(means) < 2:
             continue
         best = str(means.drop(advised).idxmin())
+        graphs, memory = mine["graphs"].astype(int).to_dict(), mine["memory MiB"].to_dict()
         timings = {timing.name: timing.calls for timing in comparison.configurations}
         ratio = _paired_ratio(timings[best], timings[advised])
         room = float(means[best]) - float(mine["bound ms"].iloc[0])
@@ -540,7 +559,11 @@ def won(comparisons: Comparisons, table: pd.DataFrame, advised: str = "advised")
                 "low": ratio[1],
                 "high": ratio[2],
                 "bound ms": float(mine["bound ms"].iloc[0]),
-                "won": float(means[best] - means[advised]) / room if room > 0 else None,
+                "won": float(means[best] - means[advised]) / room if room > 0 and ratio[1] > 1 else None,
+                "graphs": graphs[advised],
+                "best other graphs": graphs[best],
+                "memory MiB": memory[advised],
+                "best other MiB": memory[best],
             }
         )
     return _table(rows)

@@ -437,10 +437,10 @@ def _counts(results: list[FaultResult], clean: list[CleanRuns]) -> str:
     tested = [result for result in results if result.status != "not_tested"]
     caught = sum(result.status == "caught" for result in tested)
     alarms, workloads = sum(runs.false_alarms for runs in clean), sum(runs.workloads for runs in clean)
+    kinds = len({result.fault for result in tested})
+    said = f"{caught} of {len(tested)} planted faults caught under the right name ({kinds} different ones)"
     return (
-        f"{caught} of {len(tested)} planted faults caught under the right name "
-        f"({len({result.fault for result in tested})} different ones); {alarms} false alarms in {workloads} random "
-        "workloads on the unchanged code."
+        f"{said if tested else 'no faults planted'}; {alarms} false alarms in {workloads} random workloads without one."
     )
 
 
@@ -506,7 +506,7 @@ def fault_rows(campaign: Campaign, recordings: list[Parity]) -> list[dict[str, s
         row[result.model] = f"{place}{result.status}" if result.status != "not_tested" else "-"
         row["suspect"] = row["suspect"] or (result.suspect or "")
         row["seen in"] = row["seen in"] or ", ".join(result.scenarios)
-    return list(rows.values())
+    return [row | {model: row[model] or "-" for model in models} for row in rows.values()]
 
 
 def _gpu(parity: Parity) -> str:

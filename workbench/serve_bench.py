@@ -189,10 +189,10 @@ def _about(runs: list[ArmRun], prompts: int) -> list[str]:
         + (f", averaged over {times} runs." if times > 1 else ".")
     ]
     run = runs[0]
-    if run.calls is not None and run.host_us is not None and run.calls.calls:
+    if run.calls is not None and run.encoder_us is not None and run.calls.calls:
         sentences.append(
             f"{run.arm}: {run.calls.items:,} items of {prompts:,} requests met in {run.calls.calls:,} encoder "
-            f"calls, {run.calls.items / run.calls.calls:.1f} a call; the encoder took {run.host_us / 1e3:.2f} ms "
+            f"calls, {run.calls.items / run.calls.calls:.1f} a call; the encoder took {run.encoder_us / 1e3:.2f} ms "
             "of the server in all."
         )
     return sentences
@@ -210,7 +210,7 @@ def _against(eager: list[ArmRun], runs: list[ArmRun]) -> list[str]:
                 said.append(
                     f"{name.upper()} {statistic} {before / 1e3:.2f} to {after / 1e3:.2f} ms ({before / after:.2f})"
                 )
-    without, spent = (average(run.host_us for run in arm) for arm in (eager, runs))
+    without, spent = (average(run.encoder_us for run in arm) for arm in (eager, runs))
     text = f"{runs[0].arm} against eager, off over on in brackets: {', '.join(said)}."
     if without and spent:
         text += f" The encoder: {without / 1e3:.2f} to {spent / 1e3:.2f} ms ({without / spent:.2f})."

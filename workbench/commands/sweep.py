@@ -121,17 +121,18 @@ def _lines(file: Path) -> list[str]:
 
 def show(results: "list[Result]") -> None:
     """Print a table, fastest first and those last whose means lack failed calls, and the failures."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     from workbench.stats import ratio, summary
 
     static = any(result.comparison and result.comparison.replay != "cuda_graph" for result in results)
-    title = "milliseconds a call; ratio of medians with eager as served"
+    title = "milliseconds a call; ratio of medians, eager as served over graph; seconds of capture"
     title += "; static replay on the CPU, which says nothing about a GPU's times" if static else ""
-    table = Table(title=title, title_justify="left")
-    table.add_column("configuration")
-    for title in ("budgets", "items", "mean", "median", "P99", "eager / graph", "calls failed", "capture s"):
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("configuration", no_wrap=True)  # headings wrap, names do not
+    for title in ("graphs", "items", "mean", "median", "P99", "ratio", "failed", "seconds"):
         table.add_column(title, justify="right")
     rows: list[tuple[int, float, tuple[str, ...]]] = []
     for result in results:

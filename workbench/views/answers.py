@@ -88,7 +88,7 @@ def _measured_gain(workload: str, measured: Measured) -> pd.Series | None:
         return None
     table = outcomes.validation(measured.model, measured.validation)
     gains = outcomes.won(measured.validation, table)
-    advised = table[table["configuration"] == "advised"][["workload", "graphs", "max items", "budgets"]]
+    advised = table[table["configuration"] == "advised"][["workload", "max items", "budgets"]]
     rows = gains.merge(advised, on="workload") if len(gains) else gains
     rows = rows[rows["workload"] == workload] if len(rows) else rows
     return rows.iloc[0] if len(rows) else None
@@ -115,7 +115,7 @@ def safety(sessions: Sequence[Parity]) -> str:
     if clean:
         alarms = sum(runs.false_alarms for runs in clean)
         runs = sum(runs.workloads for runs in clean)
-        text += f"; {runs} random workloads on unchanged code raised {alarms or 'no'} false alarm{'s' * (alarms != 1)}"
+        text += f"; {runs} random workloads without one raised {alarms or 'no'} false alarm{'s' * (alarms != 1)}"
     return f"{text}."
 
 

@@ -1,12 +1,13 @@
 """What the tables of `workbench.ladder` show, in a sentence or two each."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pandas as pd
 
 from workbench.capturable import ALL, GRAPH
-from workbench.ladder import BASELINES, COMBINED, HEAVY, OUTSIDE_MODULES, last_step, title
+from workbench.ladder import BASELINES, COMBINED, FAR, HEAVY, OUTSIDE_MODULES, last_step, title
 
 _GRAPH, _ALL = title(GRAPH), title(ALL)
 _VS_GRAPH = f"vs {_GRAPH}"
@@ -116,6 +117,22 @@ def inside_the_call(table: pd.DataFrame) -> str:
     )
 
 
+def recipes(table: pd.DataFrame, schedules: Sequence[str]) -> str:
+    """From `ladder.recipes` and `ladder.schedules`: where a block is computed otherwise than by vLLM."""
+    other = table[(table["attention"] != "vLLM's way") | (table["products in parts"] != "whole")]
+    text = "Before it captures a graph of a size, *fused* measures how this GPU computes a block fastest."
+    if not len(other):
+        text += " Here that is vLLM's way everywhere."
+    else:
+        own = table[~table.index.isin(other.index)]["budget"]
+        text += f" Up to budget {other['budget'].max():,} that is another way than vLLM's"
+        text += f"; from {own.min():,} on it is vLLM's." if len(own) else "."
+    unlike = table[(table["attention"] + table["products in parts"]).str.contains(" or ")]["budget"]
+    if len(unlike):
+        text += f" At budget {', '.join(map('{:,}'.format, unlike))} not all captures chose the same."
+    return f"{text} Attention is planned {' or '.join(schedules)}." if schedules else text
+
+
 def calls(table: pd.DataFrame) -> str:
     """From `ladder.all_steps`: all variants on every call, where something is slower, what failed."""
     last = last_step(table["step"])
@@ -147,24 +164,49 @@ def _range(rows: Iterable[Row], column: str) -> str:
 
 
 def parity(table: pd.DataFrame) -> str:
-    """From `ladder.all_steps`: how many outputs are bit-equal, which is farthest from eager, what the buffers held."""
+    """From `ladder.all_steps`: how many outputs are bit-equal, which is farthest from eager, what the buffers held.
+
+    Calls on which vLLM's own graph is wrong are told apart: there a variant is judged by whether it mends that.
+    """
     known = _rows(table, "parity over noise")
     if not known:
         return "The outputs have no distance to eager."
-    ours = [row for row in known if row["step"] not in BASELINES]
-    compared = [row for row in ours if isinstance(row["equals the graph"], bool)]
-    equal = sum(row["equals the graph"] for row in compared)
-    beyond = sum(row["parity over noise"] > 1 for row in ours)
-    far = max(known, key=lambda row: float(row["parity over noise"]))
-    text = (
-        f"{equal} of {len(compared)} variants' calls equal vLLM's graph bit for bit; {beyond or 'none'} of {len(ours)} "
-        f"lie beyond the noise floor. Farthest from eager is {far['step']} on {far['call']}: "
-        f"{far['parity over noise']:.2f} times the floor."
-    )
+    wrong = {row["call"]: row for row in known if row["step"] == _GRAPH and row["parity over noise"] > FAR}
+    text = _sound([row for row in known if row["call"] not in wrong])
+    for call, graph in wrong.items():
+        text += f" On *{call}* vLLM's graph is wrong, {graph['parity over noise']:.1f} floors from eager: "
+        text += _mended([row for row in known if row["call"] == call and row["step"] not in BASELINES])
     seen = pd.DataFrame(_rows(table, "seen in the buffers"))
     for (call, what), rows in seen.groupby(["call", "seen in the buffers"], sort=False) if len(seen) else ():
         text += f" In the buffers of {' and '.join(rows['step'])} on *{call}*: {what}."
     return text
+
+
+def _sound(known: Sequence[Row]) -> str:
+    """Bits and distances of the calls that vLLM's graph has right."""
+    ours = [row for row in known if row["step"] not in BASELINES]
+    compared = [row for row in ours if isinstance(row["equals the graph"], bool)]
+    equal = sum(row["equals the graph"] for row in compared)
+    beyond = sum(row["parity over noise"] > 1 for row in ours)
+    text = (
+        f"{equal} of {len(compared)} variants' calls equal vLLM's graph bit for bit; {beyond or 'none'} of {len(ours)} "
+        "lie beyond the noise floor."
+    )
+    far = max(known, key=lambda row: float(row["parity over noise"]), default=None)
+    if far is None or not far["parity over noise"]:
+        return text
+    text += f" Farthest from eager is {far['step']} on {far['call']}: {far['parity over noise']:.2f} times the floor"
+    near = 1 < far["parity over noise"] <= math.sqrt(2)
+    return f"{text}, no further than two independent roundings lie apart (√2)." if near else f"{text}."
+
+
+def _mended(ours: Sequence[Row]) -> str:
+    """Which variants leave a fault of vLLM's graph, and which mend it."""
+    left = [row["step"] for row in ours if row["parity over noise"] > FAR]
+    mended = [row["step"] for row in ours if row["parity over noise"] <= 1]
+    told = [f"{' and '.join(left)} leave{'s' * (len(left) == 1)} it so"] if left else []
+    told += [f"{' and '.join(mended)} mend{'s' * (len(mended) == 1)} it"] if mended else []
+    return f"{', '.join(told) or 'no variant mends it'}."
 
 
 def hardware(table: pd.DataFrame) -> str:
