@@ -24,6 +24,7 @@ torch = pytest.importorskip("torch", reason="needs an engine")
 from workbench.encoder import engine  # noqa: E402 - needs an engine
 from workbench.encoder.session import EncoderSession, Grid, SessionOptions, open_session  # noqa: E402
 from workbench.encoder.variants import VARIANTS, attach, guard, names_for  # noqa: E402
+from workbench.encoder.variants.recipe import TILES, Recipe  # noqa: E402
 
 NAMES = names_for("ernie45_vl")
 EXACT = [variant.name for variant in VARIANTS if variant.exact and variant.model == "ernie45_vl"]
@@ -340,6 +341,76 @@ def test_positions_of_a_call_are_computed_once_whatever_the_cache_holds(glm_besi
         changed.model.position_cache = cache = TensorCache(0)
         assert same(changed.graph(inputs), plain.graph(inputs))
         assert (cache.misses, cache.hits, cache.held_bytes) == (2, 0, 0)
+
+
+# How `fused` computes its steps -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def in_float32() -> Iterator[EncoderSession]:
+    """A captured ERNIE of two blocks in float32, whose weights can be read: the CPU's layers pack theirs away."""
+    pytest.importorskip("triton", reason="there is nothing to choose without")
+    from workbench.encoder import weights
+
+    finish = weights.finish
+
+    def finish_and_keep(model: Any) -> None:
+        kept = {module: module.weight.detach().clone() for module in model.modules() if hasattr(module, "quant_method")}
+        finish(model)
+        for module, weight in kept.items():
+            module.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "finish", finish_and_keep)
+        with open_session(SessionOptions(depth=2, width=160, dtype="float32"), Configuration(BUDGETS, 4)) as session:
+            session.capture()
+            yield session
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [Recipe(), Recipe(1, 1, 1), Recipe(2, 4, 2, TILES[0]), Recipe(4, 2, 1), Recipe(0, 0, 4, TILES[1])],
+    ids=str,
+)
+def test_a_tower_is_the_same_by_every_recipe(
+    in_float32: EncoderSession, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, where no sum is rounded that would tell ways apart."""
+    made: list[int] = []
+
+    def choose(blocks: Any, kernels: Any, rows: int, *_: Any) -> Recipe:
+        made.append(rows)
+        return recipe
+
+    monkeypatch.setattr("workbench.encoder.variants.fused.choose", choose)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    inputs = in_float32.inputs([(1, 8, 8), (1, 4, 6), (1, 2, 2)])
+    with in_float32.with_variants(["fused"]) as changed:
+        changed.model.in_triton = True
+        changed.capture()
+        assert made == [4 * budget for budget in sorted(BUDGETS, reverse=True)]  # once for a graph, before its capture
+        for got, expected in zip(changed.graph(inputs), in_float32.graph(inputs), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        assert set(changed.model.recipes.values()) == {recipe}
+        assert len(made) == len(BUDGETS)
+
+
+def test_nothing_is_measured_while_a_graph_is_captured(
+    in_float32: EncoderSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = attach(in_float32.model, ["fused"])
+    model.in_triton = True
+    metadata = {"cu_seqlens": torch.tensor([0, 64], dtype=torch.int32), "max_seqlen": torch.tensor(64)}
+    monkeypatch.setattr("workbench.encoder.variants.fused.choose", lambda *_: Recipe(2))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert model._recipe(64, metadata) == Recipe()
+    assert not model.recipes  # the next graph of this shape can still be measured
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert model._recipe(64, metadata) == Recipe(2)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert model._recipe(64, metadata) == Recipe(2)
+    longer = metadata | {"cu_seqlens": torch.tensor([0, 64, 64], dtype=torch.int32)}
+    assert model._recipe(64, longer) == Recipe()  # more slots are another graph
 
 
 # Attaching ----------------------------------------------------------------------------------------------------------
