@@ -356,6 +356,9 @@ def in_float32() -> Iterator[EncoderSession]:
 
     def finish_and_keep(model: Any) -> None:
         kept = {module: module.weight.detach().clone() for module in model.modules() if hasattr(module, "quant_method")}
+        for module in kept:
+            if getattr(module, "bias", None) is not None:  # most of a session's biases are zero, and could be lost
+                module.bias.uniform_(-0.5, 0.5, generator=torch.Generator().manual_seed(0))
         finish(model)
         for module, weight in kept.items():
             module.weight = torch.nn.Parameter(weight, requires_grad=False)
