@@ -144,7 +144,7 @@ def test_a_configuration_that_spoils_images_is_no_rival() -> None:
         table = outcomes.validation(model, comparisons)
         gains = outcomes.won(comparisons, table)
         assert gains["best other"].tolist() == [best]
-        said = budget_words.validation(model.profile, comparisons, table, gains)
+        said = budget_words.validation(model.profile, comparisons, table)
         assert ("On *films* spoils is left out, since images come out wrong (D6)." in said) == (best == "poor")
 
 

@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 from tests.runs import small_run
 from workbench.budgets import Configuration, Limits
+from workbench.capturable import GRAPH, read_ladder
 from workbench.cli import app
 from workbench.costs import SHIPPED
 from workbench.errors import WorkbenchError
@@ -32,7 +33,7 @@ from workbench.gaps import analyze
 from workbench.ledger import Batch, CallLine, Group, ManagerLine, ProcessLine
 from workbench.lint import RULES, lint
 from workbench.models import model_facts
-from workbench.run import load_recording
+from workbench.run import RECORDINGS, load_recording
 from workbench.stats import summary
 from workbench.trace import read_trace
 
@@ -390,11 +391,18 @@ def test_defects_quote_the_recordings() -> None:
     failures = [failure for failure in load_recording("ernie45_vl-mixed-2048").failures if failure.arm == "graph"]
     assert failures
     assert all(failure.cause == "D1" and "shapes cannot be multiplied" in failure.message for failure in failures)
-    glm = load_recording("glm4_1v")
-    assert (glm.config.max_frames, glm.config.max_items) == (64, 4)
-    images = [row for row in glm.equality if glm.calls[row.call].modality == "image"]
-    assert {f"{row.relative_rms:.2f}" for row in images} == set(re.findall(r"relative RMS (\d\.\d+) against", text))
-    assert all(row.bit_equal for row in glm.equality if glm.calls[row.call].modality == "video")
+    glm = read_ladder(RECORDINGS / "variants_glm4_1v")
+    assert (glm.max_frames, glm.max_items) == (16, 4)
+    (beside,) = (case for case in glm.cases if case.beside_videos)
+    rms = {column.name: [item.relative_rms for item in column.parity] for column in beside.columns}
+    assert {f"{value:.2f}" for value in rms[GRAPH] if value} == set(re.findall(r"relative RMS (\d\.\d+) against", text))
+    mended = next(column for column in beside.columns if column.name == "cu_seqlens_tail")
+    assert all(item.bit_equal for item in mended.parity)
+    videos = [case for case in glm.cases if case.modality == "video"]
+    assert videos
+    for case in videos:
+        graph = next(column for column in case.columns if column.name == GRAPH)
+        assert all((item.relative_rms or 0.0) < (case.noise_rms or 0.0) for item in graph.parity)
 
 
 def test_defects_quote_the_traces_and_the_linter() -> None:

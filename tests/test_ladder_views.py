@@ -260,6 +260,8 @@ def test_steps_in_words(made: Ladder) -> None:
     singles = rows.loc[["resampler", "one_pass", "metadata_cache", "fallback", "fused"]]
     assert f"*{singles['median ms'].idxmin()}* saves most" in words.steps(table)
     assert "the nodes of the graph from 180 to 72" in words.inside_the_call(table)
+    alike = words.inside_the_call(table.assign(nodes=7, **{"idle ms": 0.5}))
+    assert alike.endswith("its waiting inside the call stays at 0.50 ms, and the graph keeps its 7 nodes.")
     uncounted = words.inside_the_call(table.assign(nodes=None))
     assert uncounted.endswith(" ms.")
     failed = table[table["step"] != "all variants"]
@@ -275,7 +277,7 @@ def test_every_call_in_words(made: Ladder) -> None:
     slow = [msgspec.structs.replace(column, wall_us=[9e9]) if column.name == ALL else column
             for column in made.cases[1].columns]  # fmt: skip
     slower = msgspec.structs.replace(made, cases=[msgspec.structs.replace(made.cases[1], columns=slow), made.cases[0]])
-    assert "; slower on 64 tokens (0.00 vs served), 64 tokens (0.00 vs vLLM's graph)." in words.calls(
+    assert "; slower on *64 tokens* (0.00 vs served), *64 tokens* (0.00 vs vLLM's graph)." in words.calls(
         ladder.all_steps(slower)
     )
     videos = msgspec.structs.replace(made, cases=made.cases[:1])

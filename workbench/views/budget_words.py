@@ -35,8 +35,8 @@ def held_out(table: pd.DataFrame) -> str:
     )
 
 
-def validation(profile: CostProfile, compared: Comparisons, table: pd.DataFrame, gains: pd.DataFrame) -> str:
-    """From `outcomes.validation` and `outcomes.won`: how far predictions are off, and what the advised budgets win."""
+def validation(profile: CostProfile, compared: Comparisons, table: pd.DataFrame) -> str:
+    """From `outcomes.validation`: how far predictions are off, and which configurations are no rivals."""
     off = table["error"].dropna()
     text = (
         "Measured in one process in turn (ABBA order), nothing profiled. "
@@ -50,7 +50,12 @@ def validation(profile: CostProfile, compared: Comparisons, table: pd.DataFrame,
         text += (
             f" On *{workload}* {names} {'is' if len(rows) == 1 else 'are'} left out, since images come out wrong (D6)."
         )
-    return " ".join([text, *map(gain, gains.to_dict("records"))])
+    return text
+
+
+def gains(table: pd.DataFrame) -> str:
+    """From `outcomes.won`: a line for each workload."""
+    return "\n".join(f"- {gain(row)}" for row in table.to_dict("records"))
 
 
 def gain(row: Row) -> str:

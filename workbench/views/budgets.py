@@ -197,9 +197,10 @@ def frames_axis(table: pd.DataFrame, chosen: int) -> go.Figure:
                 row=1,
                 col=column,
             )
-    figure.update_layout(title="What max frames costs", height=340, legend=_BELOW | {"y": -0.2})
-    figure.update_xaxes(title="max frames per replay", type="log")
-    figure.update_yaxes(type="log")
+    figure.update_layout(title="What max frames costs", height=360, legend=_BELOW | {"y": -0.3})
+    figure.update_xaxes(title="max frames per replay", type="log", dtick="D2")
+    figure.update_yaxes(type="log", nticks=5)
+    figure.update_yaxes(dtick="D2", col=1)
     return figure
 
 

@@ -47,6 +47,7 @@ def candidates(table: pd.DataFrame) -> go.Figure:
             marker_color=color,
             text=[f"{value / 1e3:.2f}" for value in rows[column]],
             textposition="auto",
+            textangle=0,
         )
     order = _wrapped(table["the graph would hold"])
     figure.update_yaxes(autorange="reversed", categoryorder="array", categoryarray=order)

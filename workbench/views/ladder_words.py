@@ -109,12 +109,17 @@ def inside_the_call(table: pd.DataFrame) -> str:
     if last is None or last not in rows or _GRAPH not in rows:
         return "Not every step could be traced on this call."
     before, after = rows[_GRAPH], rows[last]
-    counted = not (pd.isna(before["nodes"]) or pd.isna(after["nodes"]))
-    nodes = f", and the nodes of the graph from {before['nodes']} to {after['nodes']}" if counted else ""
-    return (
-        f"From vLLM's graph to {last} the GPU's work goes from {before['busy ms']:.2f} to {after['busy ms']:.2f} "
-        f"ms, its waiting inside the call from {before['idle ms']:.2f} to {after['idle ms']:.2f} ms{nodes}."
+    idle = f"{before['idle ms']:.2f}", f"{after['idle ms']:.2f}"
+    waiting = f"its waiting inside the call from {idle[0]} to {idle[1]} ms"
+    text = (
+        f"From vLLM's graph to {last} the GPU's work goes from {before['busy ms']:.2f} to {after['busy ms']:.2f} ms, "
     )
+    text += f"its waiting inside the call stays at {idle[0]} ms" if idle[0] == idle[1] else waiting
+    if pd.isna(before["nodes"]) or pd.isna(after["nodes"]):
+        return f"{text}."
+    if before["nodes"] == after["nodes"]:
+        return f"{text}, and the graph keeps its {before['nodes']} nodes."
+    return f"{text}, and the nodes of the graph from {before['nodes']} to {after['nodes']}."
 
 
 def recipes(table: pd.DataFrame, schedules: Sequence[str]) -> str:
@@ -145,7 +150,7 @@ def calls(table: pd.DataFrame) -> str:
     if against:
         text += f" and {_range(against, _VS_GRAPH)} times as fast as vLLM's graph on the {len(against)} that it runs"
     slower = [
-        f"{row['call']} ({row[base]:.2f} {base})"
+        f"*{row['call']}* ({row[base]:.2f} {base})"
         for base, rows in (("vs served", whole), (_VS_GRAPH, against))
         for row in rows
         if round(row[base], 2) < 1
