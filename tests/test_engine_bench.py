@@ -324,11 +324,15 @@ def test_two_arms_of_one_name_are_refused(verb: list[str], tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-# Stands in for vLLM and its engine's process, which both wait for ever.
+# Stands in for vLLM, which ends when asked to, its engine's process, which does not, and the memory they share.
 WAITING = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
+from multiprocessing.shared_memory import SharedMemory
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print(os.getpid(), engine.pid, flush=True)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+shared = SharedMemory(create=True, size=4096)
+print(os.getpid(), engine.pid, shared.name, flush=True)
 time.sleep(600)
 """
 
@@ -348,13 +352,14 @@ def test_an_arm_ends_with_a_launcher_that_is_killed(tmp_path: Path, serve: bool)
         while not (log.is_file() and log.read_text().endswith("\n")):
             assert launcher.poll() is None
             time.sleep(0.05)
-        started = [Path("/proc") / pid for pid in log.read_text().split()]
-        assert [process.exists() for process in started] == [True, True]
+        *pids, shared = log.read_text().split()
+        started = [*(Path("/proc") / pid for pid in pids), Path("/dev/shm") / shared]
+        assert [one.exists() for one in started] == [True, True, True]
         launcher.kill()
     until = time.monotonic() + 20
-    while any(process.exists() for process in started) and time.monotonic() < until:
+    while any(one.exists() for one in started) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not any(process.exists() for process in started)
+    assert not any(one.exists() for one in started)
 
 
 @pytest.mark.engine

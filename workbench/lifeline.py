@@ -13,9 +13,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# From SIGTERM to SIGKILL. Python's resource tracker, which outlives SIGTERM, removes shared memory meanwhile.
+_PATIENCE_SECONDS = 3.0
 
 
 def end_with(parent: int, number: int = signal.SIGKILL) -> None:
@@ -36,8 +39,14 @@ def bound(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", __name__, str(os.getpid()), *command]
 
 
+def _end_group(*_: object) -> None:
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(_PATIENCE_SECONDS)
+    os.killpg(0, signal.SIGKILL)
+
+
 def _run(parent: int, command: Sequence[str]) -> int:
-    signal.signal(signal.SIGHUP, lambda *_: os.killpg(0, signal.SIGKILL))
+    signal.signal(signal.SIGHUP, _end_group)
     signal.signal(signal.SIGTERM, lambda *_: None)  # it is for the command, which gets it too and says how it ended
     end_with(parent, signal.SIGHUP)
     code = subprocess.call(command)
