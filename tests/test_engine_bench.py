@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from tests.processes import runs
 from tests.profiles import make_profile
 from workbench import engine_bench
 from workbench.budgets import Configuration
@@ -353,13 +354,17 @@ def test_an_arm_ends_with_a_launcher_that_is_killed(tmp_path: Path, serve: bool)
             assert launcher.poll() is None
             time.sleep(0.05)
         *pids, shared = log.read_text().split()
-        started = [*(Path("/proc") / pid for pid in pids), Path("/dev/shm") / shared]
-        assert [one.exists() for one in started] == [True, True, True]
+        memory = Path("/dev/shm") / shared
+
+        def left() -> list[bool]:
+            return [*map(runs, pids), memory.exists()]
+
+        assert left() == [True, True, True]
         launcher.kill()
     until = time.monotonic() + 20
-    while any(one.exists() for one in started) and time.monotonic() < until:
+    while any(left()) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not any(one.exists() for one in started)
+    assert left() == [False, False, False]
 
 
 @pytest.mark.engine

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from tests.processes import runs
 from workbench.budgets import Configuration, Limits, resolve
 from workbench.cli import app
 from workbench.collectives import Ranks, join_ranks
@@ -242,16 +243,16 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(tmp_path / "out")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as launcher:
         assert launcher.stdout is not None
-        ranks = [Path("/proc") / pid for pid in launcher.stdout.readline().split()]
+        ranks = launcher.stdout.readline().split()
         while not list(tmp_path.rglob("rank1")):  # both are measuring
             time.sleep(0.05)
-        scratch = Path((ranks[0] / "cmdline").read_bytes().split(b"\0")[3].decode()).parent
+        scratch = Path(Path(f"/proc/{ranks[0]}/cmdline").read_bytes().split(b"\0")[3].decode()).parent
         launcher.kill()
     assert len(ranks) == 2
     until = time.monotonic() + 30
-    while any(rank.exists() for rank in ranks) and time.monotonic() < until:
+    while any(map(runs, ranks)) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not any(rank.exists() for rank in ranks)
+    assert not any(map(runs, ranks))
     parallel._clear_shared_memory(scratch.name)
     shutil.rmtree(scratch)
 
