@@ -330,7 +330,7 @@ def lab(root: Path) -> str:
 PAGES = ("README.md", "docs/parallel.md", "docs/sweeps.md", "docs/variants.md")
 MODELS = ("ernie45_vl", "glm4_1v")
 GRAPHS, OTHER_GRAPHS = ("graphs", "memory MiB"), ("best other graphs", "best other MiB")
-CALLS = ("64 tokens", "4 x 64 tokens", "mixed", "2048 tokens")  # of the ladder's, in README
+CALLS = ("64 tokens", "128 tokens", "4 x 64 tokens", "mixed", "2048 tokens")  # of the ladder's, in README
 REGIONS: dict[str, Callable[[Path], str]] = {
     "notebooks": notebooks,
     "found": found,
