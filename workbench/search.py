@@ -191,6 +191,7 @@ class _Walk:
         self.progress = progress
         self.random = np.random.default_rng(seed)
         self.seen: dict[Point, Score] = {}
+        self.leader: Point | None = None  # the best one seen that is allowed
         self.runs: dict[int, Ints] = {}
         most = int(np.diff(space.queues.first).max())
         # One of them above the most items of a call, where it divides budgets that the most does not.
@@ -212,6 +213,9 @@ class _Walk:
         """Price a configuration, once."""
         if point not in self.seen:
             self.seen[point] = self.space.score(point, self.queues)
+            leads = self.leader is None or self.seen[point] < self.seen[self.leader]
+            if leads and self.space.allowed(point):
+                self.leader = point
         return self.seen[point]
 
     def best(self, starts: list[Point]) -> Point:
@@ -233,7 +237,8 @@ class _Walk:
             self._improve(point, EVALUATIONS * (done + 1) // len(chosen) // 2)
         for done in range(SHAKES):
             self.progress("shaking the best one", 0.7 + 0.2 * done / SHAKES)
-            shaken = self._shaken(min(filter(self.space.allowed, self.seen), key=self.seen.__getitem__))
+            assert self.leader is not None  # the starts are allowed
+            shaken = self._shaken(self.leader)
             if self.space.allowed(shaken):
                 self._improve(shaken, EVALUATIONS)
         finalists = sorted(filter(self.space.allowed, self.seen), key=self.seen.__getitem__)[:FINALISTS]
