@@ -19,6 +19,7 @@ from workbench.errors import WorkbenchError
 from workbench.files import write_json
 from workbench.models import model_facts
 from workbench.sources import load_workload
+from workbench.views import budget_words
 from workbench.views import budgets as figures
 
 ERNIE, GLM = model_facts("ernie45_vl"), model_facts("glm4_1v")
@@ -108,6 +109,27 @@ def test_the_map_gets_no_worse_with_more_graphs(study: Study) -> None:
     answer = advise(study.workload, MODEL).answer
     assert answer.objective_us is not None
     assert answer.objective_us <= 1e3 * table["ms"].min() * 1.0001
+
+
+def test_more_graphs_win_more_of_the_room(study: Study, auto: outcomes.Outcome) -> None:
+    table = outcomes.graphs_allowed(study.workload, MODEL, graphs=(4, 8, 16))
+    assert table["graphs allowed"].tolist() == [4, 8, 16]
+    assert (table["graphs"] <= table["graphs allowed"]).all()
+    advice = advise(study.workload, MODEL, constraints=Constraints(max_graphs=8))
+    row = table.iloc[1]
+    assert advice.answer.prediction is not None
+    assert auto.candidate.prediction is not None
+    assert row["mean ms"] == pytest.approx(advice.answer.prediction.mean_us / 1e3, rel=1e-5)
+    room = auto.candidate.prediction.mean_us - advice.bound_us
+    won = auto.candidate.prediction.mean_us - advice.answer.prediction.mean_us
+    assert row["of the room"] == pytest.approx(won / room, rel=1e-4)
+    assert (np.diff(table["of the room"]) > 0).all()
+    assert table["of the room"].between(0, 1).all()
+    text = budget_words.graphs_allowed("mixed", table)
+    assert f"with up to 8 graphs {won / room:.0%}, with up to 16 graphs" in text
+    single = outcomes.graphs_allowed(load_workload("pull-request", ERNIE), MODEL, graphs=(1, 2))
+    assert single["of the room"].isna().all()  # vLLM's own budget 64 is the image's
+    assert "nothing to win" in budget_words.graphs_allowed("pull-request", single)
 
 
 def test_a_map_of_nothing_is_refused(study: Study) -> None:

@@ -19,7 +19,17 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from workbench.advisor import Advice, Candidate, Setting, Study, cost_tables, zeroed_tail
+from workbench.advisor import (
+    AUTO,
+    Advice,
+    Candidate,
+    Constraints,
+    Setting,
+    Study,
+    advise,
+    cost_tables,
+    zeroed_tail,
+)
 from workbench.budgets import Configuration, resolve
 from workbench.comparison import (
     CallTiming,
@@ -57,6 +67,7 @@ DIGITS = 6  # of numbers in tables, so that figures are equal on machines whose 
 FILL_BINS = 20
 TIME_BINS = 60
 ITEMS = (1, 2, 4, 8, 16, 32, 64)  # max items of a map
+GRAPHS = (4, 8, 10, 16, 32)  # numbers of graphs that an answer may have
 
 
 @dataclass(frozen=True)
@@ -401,6 +412,37 @@ def graphs_by_items(study: Study, items: Sequence[int] = ITEMS) -> pd.DataFrame:
         rows.append(row)
     if not rows:
         raise WorkbenchError("no configuration meets the constraints, so there is no map; allow more")
+    return _table(rows)
+
+
+def graphs_allowed(workload: Workload, model: CostModel, graphs: Sequence[int] = GRAPHS) -> pd.DataFrame:
+    """The advice under each limit on the number of graphs, one row each.
+
+    `of the room` is the share of the predicted time between vLLM's own budgets and the bound that the answer wins;
+    None where vLLM's own are refused, or leave less than a thousandth to win.
+    """
+    rows = []
+    for most in graphs:
+        found = advise(workload, model, constraints=Constraints(max_graphs=most))
+        auto = next(one.prediction for one in found.baselines if one.name == AUTO)
+        answer, timed = found.answer, found.answer.prediction
+        room = 0.0 if auto is None else auto.mean_us - found.bound_us
+        won = None
+        if auto is not None and timed is not None and room > found.bound_us / 1000:
+            won = (auto.mean_us - timed.mean_us) / room
+        memory = answer.capture_bytes
+        rows.append(
+            {
+                "graphs allowed": most,
+                "graphs": len(answer.budgets),
+                "max items": answer.max_items,
+                "mean ms": None if timed is None else timed.mean_us / 1e3,
+                "of the room": won,
+                "memory MiB": None if memory is None else memory / MIB,
+                "capture s": answer.capture_seconds,
+                "budgets": listed(answer.budgets),
+            }
+        )
     return _table(rows)
 
 

@@ -23,6 +23,15 @@ def advice(workload: str, candidates: pd.DataFrame, bound_ms: float, exact: bool
     return f"{text}the best of the others takes {others.min() / times.iloc[0]:.3f} times as long."
 
 
+def graphs_allowed(workload: str, table: pd.DataFrame) -> str:
+    """From `outcomes.graphs_allowed`: what more graphs win."""
+    known = table[table["of the room"].notna()].to_dict("records")
+    if not known:
+        return f"*{workload}*: vLLM's own budgets leave nothing to win, or cannot be served."
+    each = ", ".join(f"with up to {row['graphs allowed']} graphs {row['of the room']:.0%}" for row in known)
+    return f"*{workload}*: of the predicted time between vLLM's own budgets and the bound the advice wins {each}."
+
+
 def held_out(table: pd.DataFrame) -> str:
     """From `outcomes.held_out`: errors of the predicted means, over all pairs and of each workload."""
     off = table["error"].abs()
