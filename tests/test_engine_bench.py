@@ -411,3 +411,17 @@ def test_short_clips_are_sampled_whole() -> None:
     assert json.loads(arguments[arguments.index("--media-io-kwargs") + 1]) == {"video": {"fps": 30}}
     images = Setting(model="glm4_1v", workload="glm-image", prompts=1).engine_arguments((), {})
     assert "--media-io-kwargs" not in images
+
+
+@pytest.mark.engine
+def test_vllm_samples_no_frame_of_a_short_clip_and_all_at_its_own_rate() -> None:
+    pytest.importorskip("vllm", reason="the engine is not installed")
+    from workbench.encoder.engine import require_vllm
+
+    require_vllm()
+    from vllm.multimodal import video
+
+    clip = video.VideoSourceMetadata(8, 30.0, 8 / 30)
+    for fps, frames in ((2, 0), (engine_bench.CLIP_FPS, 8)):
+        asked = video.VideoTargetMetadata(num_frames=-1, fps=fps, max_duration=300)
+        assert len(video.DynamicVideoBackend.compute_frames_index_to_sample(clip, asked)) == frames
