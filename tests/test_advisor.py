@@ -252,6 +252,34 @@ def test_limits_are_kept() -> None:
         assert limited.objective_us >= free.objective_us
 
 
+@pytest.mark.parametrize("limit", ["memory", "time"])
+def test_limits_may_leave_glms_largest_item_to_eager(limit: str) -> None:
+    """All starts of the search hold the largest item; a limit that none of them keeps has answers all the same."""
+    model = CostModel(make_profile(model="glm4_1v"))
+    calls = workload([[64, 64]] * 20 + [[256, 999]] * 20 + [[4000]] * 2, "glm4_1v")
+    most = model.capture_bytes((1024,)), model.capture_seconds((64, 1024))
+    assert most[0] < model.capture_bytes((4000,))
+    constraints = Constraints(max_bytes=most[0]) if limit == "memory" else Constraints(max_capture_seconds=most[1])
+    limited = advise(calls, model, constraints=constraints).answer
+    assert limited.objective_us is not None
+    one = open_study(calls, model).candidate("999", Configuration((999,), 1)).objective_us
+    assert one is not None
+    assert limited.objective_us <= one
+
+
+def test_a_limit_that_nothing_keeps_does_not_ask_glm_to_hold_the_largest_item() -> None:
+    model = CostModel(make_profile(model="glm4_1v"))
+    with pytest.raises(WorkbenchError, match="8 graphs is within the limits"):
+        advise(workload([[64, 300]], "glm4_1v"), model, constraints=Constraints(max_bytes=1))
+
+
+def test_the_source_of_a_workload_with_videos_says_no_other_grouping_than_its_own() -> None:
+    glm = model_facts("glm4_1v")
+    calls = load_workload("glm-mixed", glm)
+    assert open_setting(calls).workload.source == calls.source
+    assert open_setting(group(calls, ItemsPerCall(4))).workload.source == f"{calls.source}; 4 items a call"
+
+
 def test_a_limit_on_memory_makes_one_item_answers_a_search() -> None:
     calls = workload([[n] for n in range(100, 1000, 30)])
     free = advise(calls, MODEL)

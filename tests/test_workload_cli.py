@@ -35,6 +35,16 @@ def test_a_summary_and_the_planners_file(tmp_path: Path) -> None:
     assert json.loads(out.read_text()) == [[64] * 4, [64] * 4, [64] * 2]
 
 
+def test_calls_of_images_and_videos_are_written_apart(tmp_path: Path) -> None:
+    """A call of vLLM's encoder holds one modality, and the planner's file has no modality to tell them by."""
+    out = tmp_path / "calls.json"
+    made = run("glm-mixed", "--model", "glm4_1v", "--out", str(out))
+    requests = run("glm-mixed", "--model", "glm4_1v", "--grouping", "request")
+    assert made["groups"] == requests["groups"] == len(json.loads(out.read_text())) > 500
+    videos = {256, 1536}
+    assert not any(videos & set(call) and set(call) - videos for call in json.loads(out.read_text()))
+
+
 def test_the_planner_reads_what_the_workload_writes(tmp_path: Path) -> None:
     out = tmp_path / "calls.json"
     run("small-many", "--grouping", "request", "--out", str(out))

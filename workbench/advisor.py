@@ -39,7 +39,7 @@ from workbench.published import PULL_REQUEST_BUDGETS, PULL_REQUEST_FRAMES, PULL_
 from workbench.search import Space, find
 from workbench.search_loops import Tables, distinct
 from workbench.shapes import captured_shapes
-from workbench.workload import RequestPerCall, Workload, group
+from workbench.workload import Workload, apart
 
 T = TypeVar("T")
 
@@ -534,7 +534,7 @@ def open_setting(workload: Workload, limits: Limits | None = None) -> Setting:
             video_limit=None if videos else 0,
         )
     check_values(Configuration(), limits)
-    calls = group(workload, RequestPerCall()) if videos else workload  # vLLM encodes one modality at a time
+    calls = apart(workload) if videos else workload
     arrangement = arrange(calls.tokens, calls.offsets, calls.frames if videos else None)
     return Setting(calls, facts, limits, arrangement)
 

@@ -28,6 +28,7 @@ STARTS = 8  # configurations that local search starts from
 SHAKES = 40  # times that the best one is changed at random and improved again
 FINALISTS = 8  # configurations of the local search that are priced on all calls
 FEW = 1_000  # configurations of one max items that are all priced
+SMALLER_ENDS = 4  # sizes below the largest item at which budgets may end, where limits bind
 REPACKED = 3  # times that programming follows the packing its own budgets change
 
 Ints = npt.NDArray[np.int64]
@@ -225,11 +226,16 @@ class _Walk:
             self.progress(f"choosing budgets for {max_items} items", 0.4 * done / len(self.items))
             pool.update(self.fitted(max_items))
             pool.update(self._every(max_items))
+        if not self.space.covers and not all(self.space.affordable(budgets) for budgets, _ in pool):
+            # Limits that bind may leave the largest items to eager, and all of these starts hold them.
+            for max_items in self.items:
+                pool.update(self.fitted(max_items, self._smaller_ends()))
         allowed = sorted(filter(self.space.allowed, pool), key=self.score)
         if not allowed:
+            held = f" holds the largest item, {self.space.largest_item:,} tokens," if self.space.covers else " is"
             raise WorkbenchError(
-                f"no configuration of up to {self.space.max_graphs} graphs holds the largest item, "
-                f"{self.space.largest_item:,} tokens, within the limits on memory and capture time; allow more"
+                f"no configuration of up to {self.space.max_graphs} graphs{held} within the limits on memory and "
+                "capture time; allow more"
             )
         chosen = _spread_over_items(allowed, STARTS)
         for done, point in enumerate(chosen):
@@ -261,9 +267,14 @@ class _Walk:
         up = -(-np.asarray(budgets, np.int64) // max_items) * max_items
         return tuple(sorted(set(np.clip(up, low, high).tolist())))
 
-    def fitted(self, max_items: int) -> Iterator[Point]:
-        """Configurations by programming on the batches of a packing without padding, then of its own packing."""
-        for largest in self._largest_budgets(max_items):
+    def fitted(self, max_items: int, ends: "list[int] | None" = None) -> Iterator[Point]:
+        """Configurations by programming on the batches of a packing without padding, then of its own packing.
+
+        Args:
+            max_items: of all of them.
+            ends: where their budgets may end; None: where they hold every item.
+        """
+        for largest in self._largest_budgets(max_items) if ends is None else ends:
             dense = self._rounded(list(range(1, largest + 1)), max_items)
             for budgets in self._chosen(dense, max_items):
                 point = (budgets, max_items)
@@ -289,6 +300,11 @@ class _Walk:
         least = min(max(self.space.largest_item, self.space.tables.low), self.space.tables.high)
         most = max(int(runs[-1]) if len(runs) else least, least)
         return sorted({least, (least + most) // 2, most})
+
+    def _smaller_ends(self) -> list[int]:
+        """Where the budgets may end below the largest item: sizes of items, spread over them."""
+        smaller = np.unique(np.maximum(self.queues.tokens, self.space.tables.low))[:-1]
+        return [int(size) for size in _spread(smaller, SMALLER_ENDS)]
 
     def _chosen(self, budgets: tuple[int, ...], max_items: int, exactly: int | None = None) -> list[tuple[int, ...]]:
         """Budgets by programming, for the batches that `budgets` make; for every count, or one."""

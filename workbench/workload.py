@@ -6,7 +6,7 @@ is in `workbench.sources`, how a size becomes a grid in `workbench.grids`.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -203,6 +203,14 @@ class Scheduler:
 
 
 Policy = RequestPerCall | ItemsPerCall | Scheduler
+
+
+def apart(workload: Workload) -> Workload:
+    """Split the calls that hold images and videos, as `group` does, because vLLM encodes one modality at a time.
+
+    The source stays: it is no other workload.
+    """
+    return replace(group(workload, RequestPerCall()), source=workload.source)
 
 
 def group(workload: Workload, policy: Policy) -> Workload:

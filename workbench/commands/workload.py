@@ -77,7 +77,7 @@ def workload(
     from workbench.models import model_facts
     from workbench.random_mm import RandomMM, parse_limit
     from workbench.sources import Options, load_workload
-    from workbench.workload import Scheduler, group, summarize
+    from workbench.workload import Scheduler, apart, group, summarize
 
     if not source:
         _list_presets(as_json)
@@ -103,7 +103,7 @@ def workload(
         seed=seed or 0,
     )
     policy = grouping_policy(grouping, scheduler)
-    grouped = loaded if policy is None else group(loaded, policy)
+    grouped = group(loaded, policy) if policy is not None else apart(loaded) if loaded.is_video.any() else loaded
     if out is not None:
         write_bytes(out, msgspec.json.encode(grouped.calls()))
     summary = summarize(grouped)
