@@ -197,7 +197,7 @@ def test_markdown_has_the_tables_of_the_pull_requests(good: bytes, tmp_path: Pat
         text = bundle_markdown(contents, Bundle(path).digest)
         found = review(contents[0])
     assert found is not None
-    assert "| wall | Mean | Median | Std | P99 | n |" in text
+    assert " calls | Mean | Median | Std | P99 | n |" in text
     assert "| speed-up over eager_served |" in text
     assert f"{found.speed_ups[0].value:.2f}×" in text
     assert "1/2 \\(50%\\) calls with equal bits" in text
@@ -229,6 +229,28 @@ def test_parity_sessions_and_lint_findings_are_shown_and_compared(tmp_path: Path
         assert check(diff, ["parity.new_findings > 1"])[0].hit
         notes = " ".join(diff.pairs[0].notes)
         assert ("lint finding, new: warning: oversized-buffer" in notes) == (not prefix)
+
+
+def test_recorded_parity_sessions_are_counted_over_all_their_items() -> None:
+    """`items` of a session are its worst ones only: by them no output had equal bits, and 229 have."""
+    before, after = (recording_folder(name) for name in ("parity_glm4_1v", "parity_glm4_1v-variants"))
+    diff = compare_files(before, after)
+    (row,) = diff.pairs[0].parity
+    assert (row.base_equal, row.base_total, row.head_equal, row.head_total) == (229, 465, 240, 465)
+    assert not row.new_findings
+    for shown in (diff_markdown(diff), " ".join(inspect(diff_html(diff)).text)):
+        assert "parity, gone: image-beside-video at budget 64: mismatch → within" in shown
+    with opened(after) as contents:
+        told = bundle_markdown(contents)
+    assert "in 1 of 74 conditions" in told
+    assert "240 of 465 compared items are bit-equal to eager as served, 372 of 372 to vLLM's own graph" in told
+
+
+def test_a_pass_says_how_many_calls_its_time_adds_up() -> None:
+    with opened(recording_folder("glm4_1v")) as contents:
+        told = bundle_markdown(contents)
+    assert "- graph against eager\\_served, one pass over the workload's 1,000 calls: 4.17×" in told
+    assert "| wall, one pass over the workload's 1,000 calls | Mean |" in told
 
 
 @pytest.mark.skipif(not recording_names(), reason="no recording is shipped")

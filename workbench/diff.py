@@ -762,14 +762,14 @@ def _compare_parity_sessions(draft: _Draft) -> None:
     draft.parity.append(
         ParityDiff(
             source="items of the parity session",
-            base_equal=sum(item.graph.bit_equal for item in base.items),
-            base_total=len(base.items),
-            head_equal=sum(item.graph.bit_equal for item in head.items),
-            head_total=len(head.items),
+            base_equal=sum(cell.bit_equal for cell in base.cells),  # `items` are the worst ones only
+            base_total=sum(cell.items for cell in base.cells),
+            head_equal=sum(cell.bit_equal for cell in head.cells),
+            head_total=sum(cell.items for cell in head.cells),
             base_worst=worst[0],
             head_worst=worst[1],
             new_findings=sorted(told[1] - told[0]) + [text for text, worse in moved if worse],
-            gone_findings=sorted(told[0] - told[1]) + [text for text, worse in moved if not worse],
+            gone_findings=[text for text, worse in moved if not worse] + sorted(told[0] - told[1]),
         )
     )
 

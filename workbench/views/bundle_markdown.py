@@ -8,12 +8,14 @@ from workbench.bundle import Content
 from workbench.conditions import Answer
 from workbench.diff import Diff, PairDiff, Statistics, TimingDiff
 from workbench.ingest import External
+from workbench.parity import verdict as parity_verdict
 from workbench.review import Review, review
 from workbench.run import Run
 from workbench.views.words import (
     DASH,
     change_text,
     headline,
+    one_pass_text,
     quantity,
     rms,
     run_verdicts,
@@ -113,9 +115,8 @@ def bundle_markdown(contents: Sequence[Content], digest: str | None = None) -> s
         if content.external is not None:
             lines += _external_markdown(content.external)
         if content.parity is not None:
-            items = content.parity.items
-            equal = sum(item.graph.bit_equal for item in items)
-            lines += [f"Parity session: {share_of(equal, len(items))} items with equal bits.", ""]
+            told = "; ".join(map(plain, parity_verdict(content.parity).split("; ")))  # longer than one `plain` keeps
+            lines += [f"Parity session: {told}", ""]
     if digest:
         lines.append(f"Bundle digest `{digest}`")
     return "\n".join(lines) + "\n"
@@ -128,7 +129,8 @@ def _run_markdown(found: Review, run: Run) -> list[str]:
     lines += [f"- {plain(text)}" for text, _ in run_verdicts(found, run)]
     lines += [f"- {plain(note)}" for note in found.notes]
     shown = [row for row in found.timings if row.clock == "wall" and (row.call is None or len(run.calls) == 1)]
-    lines += ["", "| wall | Mean | Median | Std | P99 | n |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+    what = "wall" if len(run.calls) == 1 else f"wall, {one_pass_text(run)}"
+    lines += ["", f"| {plain(what)} | Mean | Median | Std | P99 | n |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
     lines += [f"| {row.arm} | {_statistics_cells(row.statistics, 'us')} | {row.statistics.n} |" for row in shown]
     for speed in found.speed_ups:
         if speed.call is None or len(run.calls) == 1:

@@ -130,6 +130,9 @@ def _parity_sentences(pair: PairDiff) -> list[Sentence]:
     sentences: list[Sentence] = []
     for row in pair.parity:
         sentences += [(f"parity, new finding: {finding}", "worse") for finding in row.new_findings]
+        if row.gone_findings:
+            more = f", and {len(row.gone_findings) - 1} more" if len(row.gone_findings) > 1 else ""
+            sentences.append((f"parity, gone: {row.gone_findings[0]}{more}", None))
         if row.base_equal * row.head_total > row.head_equal * row.base_total:
             before, after = share_of(row.base_equal, row.base_total), share_of(row.head_equal, row.head_total)
             sentences.append((f"fewer outputs with equal bits: {before} → {after}", "worse"))
@@ -160,12 +163,18 @@ def timing_title(pair: PairDiff) -> str:
     return f"Timings of {'' if len(pair.pass_calls) == 1 else 'one pass over '}{pass_text(pair)}"
 
 
+def one_pass_text(run: Run) -> str:
+    """What the times of a pass add up."""
+    calls = sum(call.count for call in run.calls)
+    return f"one pass over the workload's {calls:,} calls"
+
+
 def run_verdicts(found: Review, run: Run) -> list[tuple[str, str | None]]:
     """The sentences that come first for one run."""
     sentences: list[tuple[str, str | None]] = []
     for speed in found.speed_ups:
         if speed.call is None or len(run.calls) == 1:
-            what = "one pass over the workload" if speed.call is None else "the call"
+            what = one_pass_text(run) if speed.call is None else "the call"
             sentences.append(
                 (
                     f"graph against {speed.baseline}, {what}: {speed.value:.2f}× on the mean "
