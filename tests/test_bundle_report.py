@@ -231,9 +231,11 @@ def test_parity_sessions_and_lint_findings_are_shown_and_compared(tmp_path: Path
         assert ("lint finding, new: warning: oversized-buffer" in notes) == (not prefix)
 
 
+@pytest.mark.skipif(not recording_names(), reason="no recording is shipped")
 def test_recorded_parity_sessions_are_counted_over_all_their_items() -> None:
     """`items` of a session are its worst ones only: by them no output had equal bits, and 229 have."""
-    before, after = (recording_folder(name) for name in ("parity_glm4_1v", "parity_glm4_1v-variants"))
+    recordings = recording_folder("glm4_1v").parent
+    before, after = (recordings / name for name in ("parity_glm4_1v", "parity_glm4_1v-variants"))
     diff = compare_files(before, after)
     (row,) = diff.pairs[0].parity
     assert (row.base_equal, row.base_total, row.head_equal, row.head_total) == (229, 465, 240, 465)
@@ -246,6 +248,7 @@ def test_recorded_parity_sessions_are_counted_over_all_their_items() -> None:
     assert "240 of 465 compared items are bit-equal to eager as served, 372 of 372 to vLLM's own graph" in told
 
 
+@pytest.mark.skipif(not recording_names(), reason="no recording is shipped")
 def test_a_pass_says_how_many_calls_its_time_adds_up() -> None:
     with opened(recording_folder("glm4_1v")) as contents:
         told = bundle_markdown(contents)
