@@ -96,9 +96,16 @@ def test_torchs_index_is_named_only_where_it_answers(
 
 def test_probe_ends_in_time_when_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     module = load()
+    over = module.threading.Event()
+
+    def silent(*_args: object, **_named: object) -> None:
+        over.wait(30)
+        raise TimeoutError
+
     monkeypatch.setattr(module, "PROBE_SECONDS", 0.2)
-    monkeypatch.setattr(module.urllib.request, "urlopen", lambda *_args, **_named: module.threading.Event().wait(30))
+    monkeypatch.setattr(module.urllib.request, "urlopen", silent)
     assert not module.torch_index_reached()
+    over.set()
 
 
 def test_second_run_has_nothing_to_do(setup: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
