@@ -1,6 +1,7 @@
 """Predictions beside measurements: what the check reports, and what it refuses."""
 
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 import pytest
@@ -9,6 +10,7 @@ from tests.comparisons import MODEL, make_comparisons
 from tests.profiles import FIRST_BYTES, RATE, SLOPE, call_us, make_profile
 from workbench import outcomes
 from workbench.budgets import Configuration
+from workbench.commands.costs import _show_measured
 from workbench.comparison import Comparisons, check, predicted_calls, read_comparisons
 from workbench.costs import CostModel
 from workbench.errors import WorkbenchError
@@ -201,3 +203,20 @@ def test_a_failed_configuration_has_no_mean_and_is_no_rival() -> None:
 def test_without_an_advised_configuration_nothing_is_won() -> None:
     comparisons = make_comparisons({"a": (CALLS, {"auto": Configuration()})})
     assert outcomes.won(comparisons, outcomes.validation(MODEL, comparisons)).empty
+
+
+def test_compare_prints_what_was_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a cost profile, too."""
+    monkeypatch.setenv("COLUMNS", "120")
+    made = make_comparisons({"a": (CALLS, {"wide": WIDE}), "b": (SMALL, {"wide": WIDE})})
+    (timed,) = made.comparisons[1].configurations
+    broken = msgspec.structs.replace(timed, calls=[timed.calls[0], msgspec.structs.replace(timed.calls[1], wall_us=[])])
+    second = msgspec.structs.replace(made.comparisons[1], configurations=[broken])
+    _show_measured(msgspec.structs.replace(made, comparisons=[made.comparisons[0], second]))
+    printed = [line.split("│") for line in capsys.readouterr().out.splitlines() if "wide" in line]
+    pooled = [sample for call in made.comparisons[0].configurations[0].calls for sample in call.wall_us]
+    means = [fmean(pooled), fmean(timed.calls[0].wall_us)]
+    assert [[cell.strip() for cell in line[1:6]] for line in printed] == [
+        ["a", "wide", "4", "0", f"{means[0] / 1e3:.3f}"],
+        ["b", "wide", "2", "1", f"{means[1] / 1e3:.3f}"],
+    ]

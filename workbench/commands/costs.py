@@ -76,7 +76,10 @@ def compare(
     workload: Annotated[list[str], Option(help="A preset's name, or a workload file; repeatable.")],
     config: Annotated[
         list[str],
-        Option(help="NAME=128,256:4 (budgets:items), NAME=auto for vLLM's own, NAME=advised for the advisor's answer."),
+        Option(
+            help="NAME=128,256:4 (budgets:items, for videos budgets:items:frames), NAME=auto for vLLM's own, "
+            "NAME=advised for the advisor's answer; repeatable."
+        ),
     ],
     out: Annotated[Path, Option(help="Where the samples go, JSON.")],
     model: Model = "ernie45_vl",
@@ -159,6 +162,8 @@ def compare(
     write_json(out, comparisons)
     rows = [] if priced is None else _checked(priced, comparisons)
     _show({"comparisons": comparisons, "check": rows}, rows, as_json)
+    if not as_json:
+        _show_measured(comparisons)
 
 
 def parse_named(text: str) -> "tuple[str, Configuration | None]":
@@ -173,7 +178,10 @@ def parse_named(text: str) -> "tuple[str, Configuration | None]":
     budgets, _, more = rest.partition(":")
     items, _, frames = more.partition(":")
     if not name or not equals or any(text and not text.isdigit() for text in (items, frames)):
-        raise WorkbenchError(f"{text!r} is not a named configuration; write NAME=128,256:4, NAME=auto or NAME=advised")
+        raise WorkbenchError(
+            f"{text!r} is not a named configuration; write NAME=128,256:4, NAME=128,256:4:32 "
+            "with max frames, NAME=auto or NAME=advised"
+        )
     if rest == "advised":
         return name, None
     asked = parse_budgets("" if budgets == "auto" else budgets)
@@ -201,6 +209,28 @@ def _checked(model: object, comparisons: "Comparisons") -> "list[CheckRow]":
 
     assert isinstance(model, CostModel)
     return check(model, comparisons)
+
+
+def _show_measured(comparisons: "Comparisons") -> None:
+    """Print what each configuration took, and eager as served; of the calls that it finished."""
+    import numpy as np
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="measured per call", title_justify="left")
+    for column in ("workload", "configuration", "calls", "failed", "mean ms", "P99 ms"):
+        table.add_column(column, justify="left" if column in ("workload", "configuration") else "right")
+    for one in comparisons.comparisons:
+        named = [("eager as served", one.eager_served), *((timed.name, timed.calls) for timed in one.configurations)]
+        for name, calls in named:
+            samples = np.array([sample for call in calls for sample in call.wall_us])
+            failed = sum(not call.wall_us for call in calls)
+            figures = (samples.mean(), np.percentile(samples, 99)) if samples.size else ()
+            shown = [f"{figure / 1e3:.3f}" for figure in figures] or ["-", "-"]
+            table.add_row(one.workload, name, str(len(calls)), str(failed), *shown)
+    Console().print(table)
+    if comparisons.comparisons and comparisons.comparisons[0].replay == "static_replay":
+        Console().print("Static replays on the CPU: these times say nothing about a GPU's.")
 
 
 def _show(answer: dict[str, object], rows: "list[CheckRow]", as_json: bool) -> None:

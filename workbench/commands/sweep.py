@@ -22,7 +22,9 @@ def register(app: typer.Typer) -> None:
 def sweep(
     workload: Annotated[str, Option(help="A preset, a file, a folder of images, or {(height, width, frames): share}.")],
     out: Annotated[Path, Option(help="The sweep's folder; results appear in it one by one.")],
-    config: Annotated[list[str] | None, Option(help="NAME=128,256:4 (budgets:items) or NAME=auto; repeatable.")] = None,
+    config: Annotated[
+        list[str] | None, Option(help="NAME=128,256:4 (budgets:items[:frames]) or NAME=auto; repeatable.")
+    ] = None,
     configs: Annotated[Path | None, Option(help="File with one such configuration a line.")] = None,
     ray: Annotated[
         str | None, Option(help="Ray cluster: local, auto or HOST:PORT; left out: this process, one by one.")
@@ -30,7 +32,7 @@ def sweep(
     workers: Annotated[int | None, Option(help="How many at once on Ray; left out: every GPU.")] = None,
     resume: Annotated[bool, Option("--resume", help="Go on with the sweep that --out holds.")] = False,
     model: Annotated[str, Option(help="Which encoder.")] = "ernie45_vl",
-    calls: Annotated[int, Option(help="Calls to time, the first ones.")] = 40,
+    calls: Annotated[int, Option(help="Calls of images to time, the first ones.")] = 40,
     repeats: Annotated[int, Option(help="Samples per call.")] = 20,
     warmup: Annotated[int, Option(help="Runs of each call before its samples.")] = 2,
     depth: Annotated[int | None, Option(help="Blocks; left out: all on CUDA, 2 on the CPU.")] = None,

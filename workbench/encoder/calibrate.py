@@ -630,7 +630,10 @@ def first_calls(workload: "Workload", count: int) -> list[list["Grid"]]:
     """
     images = [grids for grids, modality in _calls(workload) if modality == "image"][:count]
     if not images:
-        raise WorkbenchError(f"workload {workload.name} has no call of images to time; give one")
+        raise WorkbenchError(
+            f"workload {workload.name} has no call of images, which alone a sweep times; give another, or time its "
+            "videos with `workbench compare`"
+        )
     return images
 
 

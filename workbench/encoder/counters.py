@@ -233,7 +233,7 @@ def missing() -> str | None:
     from workbench.environment import gpus
 
     if not gpus():
-        return "hardware counters need an NVIDIA GPU, and none is visible"
+        return "hardware counters need an NVIDIA GPU, and none is visible; run this where one is"
     if importlib.util.find_spec("nsight") is None:
         return "hardware counters need nsight-python; install the extra `counters`"
     if shutil.which("ncu") is None:
