@@ -389,6 +389,23 @@ def test_glm_videos_get_frames_that_hold_their_batches() -> None:
     assert not any(finding.rule == "frames-beyond-capture" for finding in advice.findings)
 
 
+def test_videos_that_may_meet_on_a_busy_server_are_warned_of() -> None:
+    """Two videos of 4 frames fit the largest budget together, and the answer for calls of one holds 4 or 5 frames."""
+    model = CostModel(make_profile(model="glm4_1v"))
+    advice = advise(filmed([[(64, 1)], [(250, 4)], [(503, 1)]]), model)
+    assert advice.answer.max_frames < 8 <= advice.answer.max_items * 4
+    assert advice.crowded_frames == 8
+    assert "a batch can have 8, and vLLM raises (D4)" in str(advice.record()["frames_warning"])
+    resolved = resolve(advice.answer.configuration, Limits.of(model_facts("glm4_1v")))
+    meeting = filmed([[(250, 4), (250, 4)]])
+    assert plan(meeting.tokens, meeting.offsets, resolved, meeting.frames).over_frames.any()
+
+    held = advise(filmed([[(256, 4)], [(256, 4)]]), model)
+    assert held.crowded_frames is None
+    assert held.frames_warning is None
+    assert advise(workload([[64], [300]], "glm4_1v"), model).frames_warning is None
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.lists(st.sampled_from([16, 48, 64, 96, 256]), min_size=1, max_size=5), min_size=1, max_size=6),

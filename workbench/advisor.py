@@ -162,6 +162,8 @@ class Advice:
         video_limit: of `--limit-mm-per-prompt` in the serve line; None for a model without video graphs.
         evaluations: configurations priced.
         searched_items: max items of the search's answer; `answer` has as many or more, see `items_reason`.
+        crowded_frames: frames of the largest batch that videos of this workload make when they meet in other calls;
+            None where the answer's max frames hold it.
     """
 
     workload: str
@@ -180,6 +182,18 @@ class Advice:
     video_limit: int | None
     evaluations: int
     searched_items: int
+    crowded_frames: int | None = None
+
+    @property
+    def frames_warning(self) -> str | None:
+        """What other calls of the same videos would do to the answer; None where nothing."""
+        if self.crowded_frames is None:
+            return None
+        return (
+            f"max frames {self.answer.max_frames:,} hold every call of this workload; where a busy server puts videos "
+            f"of several requests into one call, a batch can have {self.crowded_frames:,}, and vLLM raises (D4): "
+            "advise from such calls, by --grouping scheduler or from the server's ledger"
+        )
 
     @property
     def items_reason(self) -> str | None:
@@ -214,6 +228,7 @@ class Advice:
         return asdict(self) | {
             "above_bound": self.above_bound,
             "items_reason": self.items_reason,
+            "frames_warning": self.frames_warning,
             "compilation_config": self.answer.configuration.compilation_config(),
             "serve_line": self.serve_line,
         }
@@ -270,6 +285,7 @@ def advise(
         video_limit=study.limits.video_limit if "video" in study.facts.graph_modalities else None,
         evaluations=found.evaluations,
         searched_items=found.max_items,
+        crowded_frames=_crowded_frames(study, answer),
     )
     progress("done", 1.0)
     return advice
@@ -625,6 +641,19 @@ def _roomiest(study: Study, found: Candidate) -> Candidate:
         if one.captured == found.captured and _no_worse(one, found) and _concerns(study, one) <= before:
             return one
     return found
+
+
+def _crowded_frames(study: Study, answer: Candidate) -> int | None:
+    """Frames of a batch that is full of one of the workload's videos, the most of any; None where they are held.
+
+    The packer counts items and tokens, never frames.
+    """
+    videos, largest = study.workload.is_video, answer.budgets[-1]
+    tokens, frames = study.workload.tokens[videos], study.workload.frames[videos]
+    held = tokens <= largest
+    batches = np.minimum(answer.max_items, largest // tokens[held]) * frames[held]
+    most = int(batches.max(initial=0))
+    return most if most > answer.max_frames else None
 
 
 def _smallest_item(study: Study) -> int:

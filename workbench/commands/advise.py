@@ -101,6 +101,8 @@ def _show(console: "Console", advice: "Advice") -> None:
     _show_reasons(console, advice)
     if advice.items_reason:
         console.print(advice.items_reason, markup=False)
+    if advice.frames_warning:
+        console.print("warning", advice.frames_warning, markup=False)
     for item in advice.eager_faster:
         console.print(
             f"eager as served is faster for items of {item.tokens:,} tokens ({item.items:,} of them): "
