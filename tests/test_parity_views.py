@@ -87,6 +87,18 @@ def test_worst_items_keep_what_is_not_finite(parity: Parity) -> None:
     assert row["padded eager relative RMS"] == 0.1
 
 
+def test_items_that_the_lab_poisoned_do_not_hide_the_worst_ones(parity: Parity) -> None:
+    from workbench.views import parity as views
+
+    (item,) = parity.items
+    poisoned = msgspec.structs.replace(item, status="hazard")
+    wrong = msgspec.structs.replace(item, status="mismatch", scenario="image-beside-video")
+    hidden = msgspec.structs.replace(parity, items=[poisoned] * 12 + [wrong])
+    table = views.worst_items(hidden)
+    assert len(table) == 10
+    assert table["scenario"].tolist()[0] == "image-beside-video"
+
+
 def test_bisection_marks_the_first_module() -> None:
     from workbench.views import parity as views
 

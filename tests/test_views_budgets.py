@@ -282,3 +282,11 @@ def test_the_advised_configuration_has_one_color() -> None:
     shades = figures.colors(["vLLM auto", "advised", "pull request"])
     assert shades["advised"] == figures.colors(["advised"])["advised"]
     assert len(set(shades.values())) == 3
+
+
+def test_the_table_of_workloads_counts_calls_of_one_modality() -> None:
+    """As the advice does: a request with images and videos is two calls of the encoder."""
+    mixed = load_workload("glm-mixed", model_facts("glm4_1v"))
+    (row,) = outcomes.workloads_table([mixed]).to_dict("records")
+    assert (len(mixed), row["calls"], row["items"]) == (500, len(open_setting(mixed).workload), mixed.items)
+    assert row["calls"] > 500

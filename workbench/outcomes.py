@@ -56,7 +56,7 @@ from workbench.planner import FALLBACK, Plan, pack
 from workbench.search import best_by_size
 from workbench.search_loops import bound, distinct
 from workbench.shapes import captured_shapes
-from workbench.workload import Workload, summarize
+from workbench.workload import Workload, apart, summarize
 
 # Names a profile to show instead of the one that ships; comparisons are looked for in its folder.
 SOURCE_VARIABLE = "WORKBENCH_PROFILE"
@@ -176,10 +176,10 @@ def items(workloads: Sequence[Workload]) -> pd.DataFrame:
 
 
 def workloads_table(workloads: Sequence[Workload]) -> pd.DataFrame:
-    """One row per workload: calls, items, tokens."""
+    """One row per workload: encoder calls, which hold images or videos, items, tokens."""
     rows = []
     for workload in workloads:
-        told = summarize(workload)
+        told = summarize(apart(workload) if workload.is_video.any() else workload)
         rows.append(
             {
                 "workload": told.name,

@@ -137,7 +137,11 @@ def findings_table(findings: Sequence[Finding]) -> pd.DataFrame:
 
 
 def worst_items(parity: Parity, count: int = 10) -> pd.DataFrame:
-    """The stored items furthest from eager as served, in the graph and on the padded buffers run eagerly."""
+    """The stored items furthest from eager as served, in the graph and on the padded buffers run eagerly.
+
+    Those of a hazard come last: values that the lab itself poisoned have no distance.
+    """
+    items = sorted(parity.items, key=lambda item: item.status == "hazard")
     return pd.DataFrame(
         {
             "scenario": item.scenario,
@@ -152,7 +156,7 @@ def worst_items(parity: Parity, count: int = 10) -> pd.DataFrame:
             "padded eager relative RMS": item.padded.relative_rms if item.padded else None,
             "finite": item.graph.finite,
         }
-        for item in parity.items[:count]
+        for item in items[:count]
     )
 
 
