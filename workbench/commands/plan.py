@@ -186,7 +186,9 @@ def _show_plan(record: dict[str, Any]) -> None:
         f"fallbacks of {totals['fallback_tokens']:,} tokens"
     )
     if totals["over_frames"]:
-        console.print(f"[red]{totals['over_frames']:,} replays hold more frames than the captured buffer[/]")
+        console.print(
+            f"[red]{totals['over_frames']:,} replays hold more frames than the captured buffer, and vLLM raises (D4); give more --max-frames[/]"
+        )
 
 
 def _show_findings(report: "Report", memory: dict[str, Any]) -> None:
