@@ -187,7 +187,8 @@ def _show_plan(record: dict[str, Any]) -> None:
     )
     if totals["over_frames"]:
         console.print(
-            f"[red]{totals['over_frames']:,} replays hold more frames than the captured buffer, and vLLM raises (D4); give more --max-frames[/]"
+            f"[red]{totals['over_frames']:,} replays hold more frames than the captured buffer, and vLLM raises (D4); "
+            "give more --max-frames[/]"
         )
 
 
