@@ -320,7 +320,7 @@ def test_first_calls_keep_equal_ones_and_leave_videos_out() -> None:
     ernie = load_workload("pull-request", model_facts("ernie45_vl"))
     assert first_calls(ernie, 3) == [[(1, 16, 16)]] * 3
     videos = load_workload("glm-video", model_facts("glm4_1v"))
-    with pytest.raises(WorkbenchError, match="no call of images.*`workbench compare`"):
+    with pytest.raises(WorkbenchError, match=r"no call of images.*`workbench compare`"):
         first_calls(videos, 3)
     assert first_calls_of_both(videos, 2) == ([[(4, 16, 16)]] * 2, ["video"] * 2)
     both = load_workload("glm-mixed", model_facts("glm4_1v"))
