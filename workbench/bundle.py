@@ -3,6 +3,7 @@
     BUNDLE.wbz                   a zip archive, see `workbench.archive`
       runs/00-NAME/run.json      a run folder's members, redacted
       runs/00-NAME/traces/*.gz
+      runs/00-NAME/ladder.json   a ladder of variants, beside a run or alone, see `workbench.capturable`
       runs/00-NAME/parity.json   and other findings, see `FINDINGS`
       runs/01-NAME/external.json what another tool measured, see `workbench.ingest`
       note.md                    what the author has to say
@@ -15,7 +16,7 @@ the file, it proves that nothing was exchanged. Nothing in a bundle is executed,
 import hashlib
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from io import BytesIO
@@ -27,6 +28,9 @@ import msgspec
 
 import workbench
 from workbench.archive import Archive, Writer
+from workbench.capturable import LADDER_FILE, Ladder, read_ladder
+from workbench.capturable import SCHEMA_VERSION as LADDER_VERSION
+from workbench.contradictions import check_plain, wrong_external, wrong_ladder, wrong_run
 from workbench.errors import WorkbenchError
 from workbench.files import read_json, refuse_existing, replacing, replacing_folder
 from workbench.ingest import External, read_external
@@ -42,15 +46,15 @@ EXTENSION = ".wbz"
 MANIFEST = "manifest.json"
 NOTE = "note.md"
 EXTERNAL = "external.json"
-FINDINGS = (PARITY_FILE, "lint.json", "plan.json", "engine.json", "costs.json", "advice.json", "answers.json")
+FINDINGS = (
+    *(LADDER_FILE, PARITY_FILE),
+    *("lint.json", "plan.json", "engine.json", "costs.json", "advice.json", "answers.json"),
+)
 
 LARGEST_JSON = 32 << 20
 LARGEST_NOTE = 256 << 10
 LARGEST_TRACE = 256 << 20  # packed
 LARGEST_UNPACKED_TRACE = 4 << 30
-DEEPEST_JSON = 64
-LONGEST_US = 365 * 86_400 * 1e6
-MOST_SAMPLES = 100_000  # of one timing; the bootstrap's work grows with them
 _TRACE_RATIO = 400  # Kineto text packs 10 to 40 times
 _FOLDER = r"runs/\d\d-[a-z0-9][a-z0-9-]{0,39}"
 _TRACE_NAME = r"traces/[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}\.json\.gz"
@@ -62,6 +66,8 @@ _ALLOWED = {
 }
 _PIECE = 1 << 20
 
+Kind = Literal["run", "ladder", "parity", "external"]
+
 
 class Member(Record, frozen=True):
     """One file of the bundle, as it must be."""
@@ -72,11 +78,11 @@ class Member(Record, frozen=True):
 
 
 class Entry(Record, frozen=True):
-    """One run, parity session or foreign result; fingerprints are SHA-256, None where it has none."""
+    """One run, ladder, parity session or foreign result; fingerprints are SHA-256, None where it has none."""
 
     folder: str
     name: str
-    kind: Literal["run", "parity", "external"]
+    kind: Kind
     created: str = ""
     model: str | None = None
     replay: str | None = None
@@ -109,10 +115,10 @@ class Created:
 
 @dataclass(frozen=True)
 class Content:
-    """What one run folder, parity folder or foreign file holds, on disk or in a bundle.
+    """What one folder of measurements or foreign file holds, on disk or in a bundle.
 
     Attributes:
-        run, parity, external: what was measured; at least one is there.
+        run, ladder, parity, external: what was measured; at least one is there.
         findings: the other JSON files, by name, as plain data.
         traces: names as `run.traces` gives them.
         open_trace: yields the path of a trace file, unpacked from the bundle if need be.
@@ -120,6 +126,7 @@ class Content:
 
     entry: Entry
     run: Run | None
+    ladder: Ladder | None
     parity: Parity | None
     external: External | None
     findings: dict[str, Any]
@@ -136,10 +143,11 @@ def create(
     note: Path | None = None,
     overwrite: bool = False,
 ) -> Created:
-    """Bundle run folders, parity folders and results of other tools.
+    """Bundle folders of runs, ladders and parity sessions, and results of other tools.
 
     Args:
-        paths: at least one; a folder with `run.json` or `parity.json`, or a file `workbench.ingest` reads.
+        paths: at least one; a folder with `run.json`, `ladder.json` or `parity.json`, or a file that
+            `workbench.ingest` reads.
         target: the bundle; None only reports what would go in and what redaction would replace.
         redact: replace what identifies a person, a machine or an account (`workbench.redact`).
         note: Markdown for the reader.
@@ -341,7 +349,7 @@ class Bundle:
 
     def _decode(self, path: str, data: bytes, kind: Any) -> Any:
         try:
-            _check_plain(msgspec.json.decode(data))
+            check_plain(msgspec.json.decode(data))
             return msgspec.json.decode(data, type=kind)
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
             raise self.archive.refusal(f"{path} is not what it should be ({error})") from error
@@ -355,19 +363,24 @@ class Bundle:
             for file in files
             if file.endswith(".json")
         }
-        run, parity = decoded.pop(RUN_FILE, None), decoded.pop(PARITY_FILE, None)
-        external = decoded.pop(EXTERNAL, None)
-        for value, version in ((run, RUN_VERSION), (parity, PARITY_VERSION), (external, EXTERNAL_VERSION)):
+        run, ladder = decoded.pop(RUN_FILE, None), decoded.pop(LADDER_FILE, None)
+        parity, external = decoded.pop(PARITY_FILE, None), decoded.pop(EXTERNAL, None)
+        for value, version in (
+            *((run, RUN_VERSION), (ladder, LADDER_VERSION)),
+            *((parity, PARITY_VERSION), (external, EXTERNAL_VERSION)),
+        ):
             if value is not None and value.schema_version != version:
                 raise self.archive.refusal(f"{entry.folder} was made with another schema version")
-        wrong = _contradiction(run) if run else _odd_external(external) if external else ""
-        if wrong:
+        if entry.kind != ("external" if external else _kind(run, ladder, parity)):
+            raise self.archive.refusal(f"its manifest calls {entry.folder} what it is not")
+        if wrong := _wrong(run, ladder, external):
             raise self.archive.refusal(f"{entry.folder} contradicts itself: {wrong}")
         if {trace.file for trace in run.traces} != set(traces) if run else traces:
             raise self.archive.refusal(f"the traces of {entry.folder} are not those its {RUN_FILE} names")
         return Content(
             entry=entry,
             run=run,
+            ladder=ladder,
             parity=parity,
             external=external,
             findings=decoded,
@@ -394,11 +407,11 @@ class Bundle:
             raise self.archive.refusal(f"{path} is not UTF-8 text") from error
 
 
-_KINDS: dict[str, Any] = {RUN_FILE: Run, PARITY_FILE: Parity, EXTERNAL: External}
+_KINDS: dict[str, Any] = {RUN_FILE: Run, LADDER_FILE: Ladder, PARITY_FILE: Parity, EXTERNAL: External}
 
 
 def read_source(path: Path) -> Content:
-    """Read a run folder, a parity folder, or a file that `workbench.ingest` knows.
+    """Read a folder of a run, a ladder or a parity session, or a file that `workbench.ingest` knows.
 
     Raises:
         WorkbenchError: nothing of the kind, or damaged.
@@ -406,17 +419,22 @@ def read_source(path: Path) -> Content:
     if path.is_file():
         external = read_external(path)
         entry = Entry(folder="", name=external.name, kind="external", model=external.model, created=external.created)
-        return Content(entry, None, None, external, {}, (), None, _no_trace)
-    run = read_run(path) if not (path / PARITY_FILE).is_file() or (path / RUN_FILE).is_file() else None
+        return Content(entry, None, None, None, external, {}, (), None, _no_trace)
+    ladder = read_ladder(path) if (path / LADDER_FILE).is_file() else None
     parity = read_parity(path) if (path / PARITY_FILE).is_file() else None
-    if run is not None and (wrong := _contradiction(run)):
+    run = read_run(path) if (path / RUN_FILE).is_file() or not (ladder or parity) else None
+    if wrong := _wrong(run, None, None):
         raise WorkbenchError(f"{path / RUN_FILE} contradicts itself: {wrong}; capture again")
+    if wrong := _wrong(None, ladder, None):
+        raise WorkbenchError(f"{path / LADDER_FILE} contradicts itself: {wrong}; measure again")
+    typed = (LADDER_FILE, PARITY_FILE)
     return Content(
-        entry=_entry(run, parity),
+        entry=_entry(run, ladder, parity),
         run=run,
+        ladder=ladder,
         parity=parity,
         external=None,
-        findings={name: _plain(path / name) for name in FINDINGS if name != PARITY_FILE and (path / name).is_file()},
+        findings={name: _plain(path / name) for name in FINDINGS if name not in typed and (path / name).is_file()},
         traces=tuple(trace.file for trace in run.traces) if run else (),
         note=_read_note(path / NOTE) if (path / NOTE).is_file() else None,
         open_trace=lambda file: nullcontext(_trace_path(path, file)),
@@ -425,7 +443,7 @@ def read_source(path: Path) -> Content:
 
 @contextmanager
 def opened(path: Path) -> Iterator[list[Content]]:
-    """Yield what a bundle, a run folder or a foreign file holds; the way in for `diff` and `report`.
+    """Yield what a bundle, a folder of measurements or a foreign file holds; the way in for `diff` and `report`.
 
     A bundle is verified whole: members that the caller never reads count too.
 
@@ -466,22 +484,47 @@ def _no_trace(file: str) -> AbstractContextManager[Path]:
     raise WorkbenchError(f"there is no trace {file} beside a result of another tool")
 
 
-def _entry(run: Run | None, parity: Parity | None) -> Entry:
-    source = run or parity
-    if source is None:
-        raise WorkbenchError("the folder holds neither a run nor a parity session; give a run folder")
+def _kind(run: Run | None, ladder: Ladder | None, parity: Parity | None) -> Kind | None:
+    """What a folder is called by: the first of these that it holds."""
+    return "run" if run else "ladder" if ladder else "parity" if parity else None
+
+
+def _wrong(run: Run | None, ladder: Ladder | None, external: External | None) -> str:
+    """What contradicts itself in the parts of one source; empty when all is well."""
+    return (
+        (wrong_run(run) if run else "")
+        or (wrong_ladder(ladder) if ladder else "")
+        or (wrong_external(external) if external else "")
+    )
+
+
+def _entry(run: Run | None, ladder: Ladder | None, parity: Parity | None) -> Entry:
+    source, kind = run or ladder or parity, _kind(run, ladder, parity)
+    if source is None or kind is None:
+        raise WorkbenchError("the folder holds no run, ladder or parity session; give a run folder")
+    if isinstance(source, Ladder):
+        # A ladder is not named by its author. The name is not the folder's: the same ladder gives the same bundle.
+        name, inputs = f"ladder of {source.model.key}", fingerprint((source.seed, _inputs(source)))
+        configuration = fingerprint((source.budgets, source.max_items, source.max_frames))
+    else:
+        name, configuration = source.name, fingerprint(source.config)
+        inputs = source.inputs_fingerprint if isinstance(source, Parity) else fingerprint(source.calls)
     return Entry(
         folder="",
-        name=source.name,
-        kind="run" if run else "parity",
+        name=name,
+        kind=kind,
         created=source.created,
         model=source.model.key,
         replay=source.replay,
         weights=source.model.weights_fingerprint,
-        inputs=fingerprint(run.calls) if run else parity.inputs_fingerprint if parity else None,
-        configuration=fingerprint(source.config),
+        inputs=inputs,
+        configuration=configuration,
         environment=source.environment,
     )
+
+
+def _inputs(ladder: Ladder) -> list[Any]:
+    return [(case.modality, case.grids, case.beside_videos) for case in ladder.cases]
 
 
 def _documents(source: Content) -> dict[str, Any]:
@@ -490,7 +533,7 @@ def _documents(source: Content) -> dict[str, Any]:
     if run is not None:
         packed = [msgspec.structs.replace(trace, file=_packed_name(trace.file)) for trace in run.traces]
         run = msgspec.structs.replace(run, traces=packed)
-    typed = {RUN_FILE: run, PARITY_FILE: source.parity, EXTERNAL: source.external}
+    typed = {RUN_FILE: run, LADDER_FILE: source.ladder, PARITY_FILE: source.parity, EXTERNAL: source.external}
     documents = source.findings | {file: value for file, value in typed.items() if value is not None}
     return {file: msgspec.to_builtins(value) for file, value in sorted(documents.items())}
 
@@ -523,7 +566,7 @@ def _files(path: Path) -> Iterator[Path]:
 def _plain(path: Path) -> Any:
     value = read_json(path, object, LARGEST_JSON)
     try:
-        _check_plain(value)
+        check_plain(value)
     except ValueError as error:
         raise WorkbenchError(f"{path} is not what this command reads: {error}") from error
     return value
@@ -543,53 +586,3 @@ def _read_note(path: Path) -> str:
 def _slug(name: str) -> str:
     """A folder name of lower-case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "run"
-
-
-def _contradiction(run: Run) -> str:
-    """What a schema cannot say: indices that point nowhere, samples without end; empty when all is well."""
-    calls = len(run.calls)
-    rows: list[Any] = [*run.batches, *run.timings, *run.phases, *run.equality, *run.failures]
-    if any(not 0 <= row.call < calls for row in rows):
-        return f"it names a call beyond its {calls}"
-    if any(not 0 <= item < len(run.calls[batch.call].tokens) for batch in run.batches for item in batch.items):
-        return "a batch names an item its call does not have"
-    return _odd_samples(values for timing in run.timings for values in (timing.wall_us, timing.gpu_us))
-
-
-def _odd_samples(columns: Iterable[list[float]]) -> str:
-    for values in columns:
-        if len(values) > MOST_SAMPLES:
-            return f"a timing has more than {MOST_SAMPLES:,} samples"
-        if any(not 0 <= value <= LONGEST_US for value in values):
-            return "a time is negative or longer than a year"
-    return ""
-
-
-def _odd_external(external: External) -> str:
-    """The same for a foreign result."""
-    if any(not 0 <= index < len(external.kernels) for index in external.sequence):
-        return "its sequence names an operation that it does not list"
-    if any(not 0 <= kernel.total_us <= LONGEST_US for kernel in external.kernels):
-        return "a time is negative or longer than a year"
-    return _odd_samples(measure.samples for measure in external.measures)
-
-
-def _check_plain(value: Any) -> None:
-    """Refuse nesting beyond `DEEPEST_JSON` and integers beyond 64 bits, on which arithmetic would fail.
-
-    Raises:
-        ValueError: one of these.
-    """
-    level = [value]
-    for _ in range(DEEPEST_JSON):
-        if any(isinstance(item, int) and abs(item) >= 1 << 63 for item in level):
-            raise ValueError("an integer beyond 64 bits")
-        level = [
-            item
-            for parent in level
-            if isinstance(parent, dict | list)
-            for item in (parent.values() if isinstance(parent, dict) else parent)
-        ]
-        if not level:
-            return
-    raise ValueError(f"nested deeper than {DEEPEST_JSON} levels")
