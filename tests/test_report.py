@@ -33,6 +33,7 @@ from workbench.views.report import (
     note_answer,
     note_source,
 )
+from workbench.views.tables import MISSING
 
 needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="no Chromium on PATH")
 
@@ -460,7 +461,7 @@ def test_table_formats_escapes_and_counts() -> None:
         '<td class="text">yes</td>',
         '<td class="text">1.235</td>',
         '<td class="text">first</td>',
-        f'<td class="number">{theme.MISSING}</td>',
+        f'<td class="number">{MISSING}</td>',
     ):
         assert text in html
     assert "7 more rows" in theme.table_html(pd.DataFrame({"a": range(theme.MAX_TABLE_ROWS + 7)}))

@@ -11,9 +11,7 @@ by JupyterLab offline, and by `workbench report`) and HTML for other exports, wh
 import hashlib
 import html
 import json
-import math
 from collections.abc import Mapping, Sequence
-from numbers import Integral, Real
 from typing import Any
 
 import pandas as pd
@@ -22,6 +20,7 @@ import plotly.io as pio
 from plotly.offline import get_plotlyjs_version
 
 from workbench.run import Arm
+from workbench.views.tables import cells
 
 TEMPLATE = "workbench"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
@@ -47,7 +46,6 @@ _CONNECTED = """<div id="{id}"></div>
 <script src="https://cdn.plot.ly/plotly-{version}.min.js"></script>
 <script>Plotly.newPlot("{id}", {figure});</script>"""
 MAX_TABLE_ROWS = 200
-MISSING = "\N{EN DASH}"
 
 
 def _template() -> go.layout.Template:
@@ -147,7 +145,7 @@ def table_html(frame: pd.DataFrame) -> str:
     if not isinstance(frame.index, pd.RangeIndex):
         frame = frame.reset_index()
     shown = frame.head(MAX_TABLE_ROWS)
-    columns = [_cells(shown.iloc[:, position]) for position in range(shown.shape[1])]
+    columns = [_escaped(*cells(shown.iloc[:, position])) for position in range(shown.shape[1])]
     heads = "".join(
         f'<th class="{kind}" scope="col">{html.escape(str(name))}</th>'
         for name, (kind, _) in zip(frame.columns, columns, strict=True)
@@ -163,34 +161,6 @@ def table_html(frame: pd.DataFrame) -> str:
     )
 
 
-def _cells(column: "pd.Series[Any]") -> tuple[str, list[str]]:
-    """Return the column's class, `number` or `text`, and its cells as escaped HTML."""
-    values = column.tolist()
-    numbers = [value for value in values if _is_number(value)]
-    if not numbers or any(not (_is_number(value) or _is_missing(value)) for value in values):
-        return "text", [MISSING if _is_missing(value) else html.escape(_word(value)) for value in values]
-    whole = all(isinstance(value, Integral) for value in numbers)
-    decimals = 0 if whole else _decimals(numbers)
-    return "number", [MISSING if _is_missing(value) else f"{value:,.{decimals}f}" for value in values]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and not _is_missing(value)
-
-
-def _is_missing(value: object) -> bool:
-    return value is None or value is pd.NaT or value is pd.NA or (isinstance(value, float) and math.isnan(value))
-
-
-def _word(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return str(value)
-
-
-def _decimals(values: Sequence[Any]) -> int:
-    """Return decimals that show four significant digits of the column's largest value, at most 6."""
-    largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
-    return 3 if largest == 0 else min(6, max(0, 3 - math.floor(math.log10(largest))))
+def _escaped(numbers: bool, texts: list[str]) -> tuple[str, list[str]]:
+    """Return the class of a column's cells and their HTML."""
+    return "number" if numbers else "text", [html.escape(text) for text in texts]
