@@ -8,13 +8,24 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tests.ladders import write_ladder
 from tests.runs import make_run
 from workbench import explain
+from workbench.capturable import find_ladder
 from workbench.errors import WorkbenchError
 from workbench.explain import Subject, Traced
 from workbench.files import write_json
 from workbench.published import ERNIE_PULL_REQUEST
-from workbench.run import ARM_TITLES, ARMS, RUN_FILE, UNNAMED_PHASE, load_recording, recording_folder
+from workbench.run import (
+    ARM_TITLES,
+    ARMS,
+    RECORDED,
+    RUN_FILE,
+    SOURCE_VARIABLE,
+    UNNAMED_PHASE,
+    load_recording,
+    recording_folder,
+)
 from workbench.stats import summary
 from workbench.views import boundary
 
@@ -141,19 +152,33 @@ def test_published_rows_stand_beside_the_run(subject: Subject) -> None:
 
 
 def test_which_runs_can_be_explained(monkeypatch: pytest.MonkeyPatch, subject: Subject, tmp_path: Path) -> None:
-    monkeypatch.delenv(explain.SOURCE_VARIABLE, raising=False)
+    monkeypatch.delenv(SOURCE_VARIABLE, raising=False)
     shipped = explain.explainable()
     assert list(shipped) == ["ernie45_vl", "glm4_1v"]
     assert shipped["ernie45_vl"] == subject.folder
-    monkeypatch.setenv(explain.SOURCE_VARIABLE, explain.RECORDED)
+    monkeypatch.setenv(SOURCE_VARIABLE, RECORDED)
     assert explain.explainable() == shipped
     own = tmp_path / "mine"
     own.symlink_to(recording_folder("glm4_1v"))
-    monkeypatch.setenv(explain.SOURCE_VARIABLE, str(own))
+    monkeypatch.setenv(SOURCE_VARIABLE, str(own))
     assert explain.explainable() == {"glm4_1v": own}
     assert (explain.open_subject(own).kind, subject.kind) == ("live", "recorded")
-    monkeypatch.setenv(explain.SOURCE_VARIABLE, "nowhere")
+    monkeypatch.setenv(SOURCE_VARIABLE, "nowhere")
     with pytest.raises(WorkbenchError, match="nowhere is not a run folder"):
+        explain.explainable()
+
+
+def test_a_folder_of_a_ladder_alone_stands_beside_the_recording(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mine = write_ladder(tmp_path, "glm4_1v")
+    monkeypatch.setenv(SOURCE_VARIABLE, str(tmp_path))
+    found = explain.explainable()
+    assert list(found) == ["glm4_1v"]
+    assert found["glm4_1v"].parent == recording_folder(RECORDING).parent
+    assert find_ladder("glm4_1v", found["glm4_1v"]) == mine
+    write_ladder(tmp_path, "unknown_vl")
+    with pytest.raises(WorkbenchError, match="a ladder of unknown_vl, of which no run ships"):
         explain.explainable()
 
 

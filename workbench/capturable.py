@@ -15,7 +15,7 @@ from typing import Literal
 from workbench.errors import WorkbenchError
 from workbench.files import read_versioned
 from workbench.parity import Difference
-from workbench.run import RECORDINGS, CaptureCost, Environment, ModelRecord, Record, Replay
+from workbench.run import RECORDINGS, CaptureCost, Environment, ModelRecord, Record, Replay, named_folder
 
 SCHEMA_VERSION = 1
 LADDER_FILE = "ladder.json"
@@ -243,12 +243,12 @@ def read_ladder(folder: Path) -> Ladder:
 
 
 def find_ladder(model: str, run_folder: Path | None = None) -> Ladder | None:
-    """Return the ladder that lies in a run's folder, else the shipped recording of the model, else None.
+    """Return a model's ladder in a run's folder, else in the one WORKBENCH_RUN names, else the shipped one, else None.
 
     Raises:
         WorkbenchError: see `read_ladder`.
     """
-    folders = [] if run_folder is None else [run_folder]
+    folders = [folder for folder in (run_folder, named_folder()) if folder is not None]
     folders += sorted(path.parent for path in RECORDINGS.glob(f"*/{LADDER_FILE}"))
     found = (read_ladder(folder) for folder in folders if (folder / LADDER_FILE).is_file())
     return next((ladder for ladder in found if ladder.model.key == model), None)

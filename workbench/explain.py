@@ -8,7 +8,6 @@
 Times come from un-profiled runs where a table says "timed", and from a trace where it says "traced".
 """
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
+from workbench.capturable import LADDER_FILE, read_ladder
 from workbench.errors import WorkbenchError
 from workbench.gaps import Analysis, analyze
 from workbench.kernels import family, short_name
@@ -28,11 +28,14 @@ from workbench.run import (
     ARM_TITLES,
     ARMS,
     RECORDINGS,
+    RUN_FILE,
+    SOURCE_VARIABLE,
     UNNAMED_PHASE,
     Arm,
     Call,
     Run,
     load_recording,
+    named_folder,
     read_run,
     recording_folder,
     recording_names,
@@ -42,8 +45,6 @@ from workbench.timeline import GapKind
 from workbench.trace import Category, Trace, read_trace
 
 # Where notebooks take their run from: `recording` (what ships), or the path of a run folder.
-SOURCE_VARIABLE = "WORKBENCH_RUN"
-RECORDED = "recording"
 GAP_TITLES = {
     GapKind.LAUNCH: "launch gap",
     GapKind.QUEUE: "queue gap",
@@ -74,14 +75,28 @@ def explainable() -> dict[str, Path]:
     """Return the run folders that a notebook can explain, by their model's key.
 
     It is the folder that the environment variable WORKBENCH_RUN names; without one, or with the word `recording`, the
-    first shipped recording of each model by name that has traces, models in the registry's order.
+    first shipped recording of each model by name that has traces, models in the registry's order. Of a folder that
+    holds only a ladder, the recording of its model stands beside it (`workbench.capturable.find_ladder`).
 
     Raises:
-        WorkbenchError: the named folder holds no run.
+        WorkbenchError: the named folder holds no run, or a ladder of a model of which no run ships.
     """
-    named = os.environ.get(SOURCE_VARIABLE, "")
-    if named and named != RECORDED:
-        return {read_run(Path(named)).model.key: Path(named)}
+    named = named_folder()
+    if named is not None and ((named / RUN_FILE).is_file() or not (named / LADDER_FILE).is_file()):
+        return {read_run(named).model.key: named}
+    recorded = _recorded_folders()
+    if named is None:
+        return recorded
+    key = read_ladder(named).model.key
+    if key not in recorded:
+        raise WorkbenchError(
+            f"{named} holds a ladder of {key}, of which no run ships for the rest of the notebook; put {LADDER_FILE} "
+            "into a run folder of that model"
+        )
+    return {key: recorded[key]}
+
+
+def _recorded_folders() -> dict[str, Path]:
     first: dict[str, Path] = {}
     for name in recording_names():
         run = load_recording(name)

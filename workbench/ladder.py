@@ -259,6 +259,28 @@ def all_steps(ladder: Ladder) -> pd.DataFrame:
     return pd.concat([steps(case) for case in in_order(ladder)], ignore_index=True)
 
 
+def overview(every: pd.DataFrame) -> pd.DataFrame:
+    """One row per call, from `all_steps`: eager as served, vLLM's graph and all variants; speed-ups of medians.
+
+    `nodes before` are of vLLM's graph; `nodes`, `parity over noise` and `equals the graph` of all variants, or of the
+    only one that there is.
+    """
+    last = last_step(every["step"])
+    shown = [step for step in (SERVED, title(GRAPH), last) if step]
+    rows = []
+    for call, table in every.groupby("call", sort=False):
+        steps = {row["step"]: row for row in table.to_dict("records")}
+        row: dict[str, object] = {"call": call}
+        for step in shown:
+            row |= {f"{step}, {name}": steps.get(step, {}).get(name) for name in ("mean ms", "P99 ms")}
+        whole = steps.get(last or "", {})
+        row |= {name: whole.get(name) for name in ("vs served", f"vs {title(GRAPH)}")}
+        row |= {"nodes before": steps.get(title(GRAPH), {}).get("nodes"), "nodes": whole.get("nodes")}
+        row |= {name: whole.get(name) for name in ("parity over noise", "equals the graph")}
+        rows.append(row)
+    return pd.DataFrame(rows).astype({"nodes before": "Int64", "nodes": "Int64"})
+
+
 # As `variants.recipe` says it.
 _RECIPE = re.compile(r"([\d,]+) rows: attention (?:by the|in) (.+); products (?:in parts: )?(.+)")
 

@@ -7,6 +7,7 @@ Times are microseconds as floats, memory is bytes. Samples are stored, statistic
 them (`workbench.stats`), so nothing is summarised twice.
 """
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +32,8 @@ ARM_TITLES: dict[Arm, str] = {
 Replay = Literal["cuda_graph", "static_replay"]
 UNNAMED_PHASE = "between phases"
 RECORDINGS = Path(__file__).parent / "recordings"
+# The variable that names the folder which notebook 01 explains, and its word for what ships.
+SOURCE_VARIABLE, RECORDED = "WORKBENCH_RUN", "recording"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -235,6 +238,12 @@ def read_run(folder: Path) -> Run:
     if not path.is_file():
         raise WorkbenchError(f"{folder} is not a run folder: it has no {RUN_FILE}; make one with `workbench capture`")
     return read_versioned(path, Run, SCHEMA_VERSION, "so read it with the workbench that made it, or capture again")
+
+
+def named_folder() -> Path | None:
+    """The folder that WORKBENCH_RUN names; None for no name and for the word `recording`."""
+    named = os.environ.get(SOURCE_VARIABLE, "")
+    return Path(named) if named and named != RECORDED else None
 
 
 def recording_names() -> list[str]:

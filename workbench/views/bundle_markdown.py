@@ -112,6 +112,10 @@ def bundle_markdown(contents: Sequence[Content], digest: str | None = None) -> s
         found = review(content)
         if found is not None and content.run is not None:
             lines += _run_markdown(found, content.run)
+        if content.ladder is not None:
+            from workbench.views.bundle_ladder import ladder_markdown  # its tables are pandas', slow to import
+
+            lines += ladder_markdown(content.ladder, plain)
         if content.external is not None:
             lines += _external_markdown(content.external)
         if content.parity is not None:

@@ -17,7 +17,7 @@ from workbench.kernels import family, short_name
 from workbench.parity import verdict as parity_verdict
 from workbench.review import ArmTiming, Review, review
 from workbench.run import Environment, Run
-from workbench.views.markup import Markup, element, join, page, table
+from workbench.views.markup import Markup, bullets, element, foldout, join, page, table
 from workbench.views.words import (
     DASH,
     MOST_DIFFERENCES,
@@ -48,7 +48,7 @@ margin:.4rem 0}.verdict.good{border-color:var(--good)}.verdict.bad{border-color:
 .doubts{background:#fff6e0;border:1px solid #e7cf94;padding:.5rem 1rem;color:var(--warn)}table{border-collapse:collapse;
 font-size:.87rem;margin:.4rem 0}th,td{border-bottom:1px solid var(--line);padding:.18rem .6rem;text-align:left;
 vertical-align:top}th{color:var(--muted);font-weight:600}.n{text-align:right;font-variant-numeric:tabular-nums;
-white-space:nowrap}.wide{overflow-x:auto}pre{background:#f5f6f8;padding:.7rem;white-space:pre-wrap;overflow-wrap:anywhere;
+white-space:nowrap}th.n{white-space:normal;vertical-align:bottom}.wide{overflow-x:auto}pre{background:#f5f6f8;padding:.7rem;white-space:pre-wrap;overflow-wrap:anywhere;
 font-size:.85rem}td{overflow-wrap:break-word}summary{cursor:pointer;color:var(--muted)}svg{max-width:100%;height:auto}
 svg text{font:12px system-ui,sans-serif;fill:var(--ink)}code{font-size:.9em}
 @media print{body{margin:0;max-width:none;font-size:11px}details{display:block}h2{break-after:avoid}
@@ -97,15 +97,15 @@ def _pair(pair: PairDiff) -> Markup:
     return join(
         [
             element("h2", pair.name),
-            _list("What makes the comparison doubtful", pair.doubts, class_="doubts"),
-            _list("What else was changed", pair.differences[MOST_DIFFERENCES:]),
+            bullets("What makes the comparison doubtful", pair.doubts, class_="doubts"),
+            bullets("What else was changed", pair.differences[MOST_DIFFERENCES:]),
             _timing_table(timing_title(pair), headline(pair)),
             forest(headline(pair)),
-            _more("Timings by call and by GPU clock", _timing_table("", _others(pair))),
+            foldout("Timings by call and by GPU clock", _timing_table("", _others(pair))),
             _metrics(pair.metrics),
             _kernels(pair),
             _parity(pair),
-            _list("Notes", pair.notes),
+            bullets("Notes", pair.notes),
         ]
     )
 
@@ -183,7 +183,7 @@ def _metrics(metrics: Sequence[Metric]) -> Markup | None:
         [
             element("h3", "Counts, sizes and traced time, per call where they name an arm"),
             _metric_table(changed) if changed else element("p", "none changed", class_="muted"),
-            _more(f"{len(same)} that did not change", _metric_table(same)),
+            foldout(f"{len(same)} that did not change", _metric_table(same)),
         ]
     )
 
@@ -221,7 +221,7 @@ def _kernels(pair: PairDiff) -> Markup | None:
         [
             element("h3", "GPU operations that differ, per call"),
             table(head, rows[:_MOST_ROWS], text_columns=4),
-            _more(f"{len(rows) - _MOST_ROWS} more", table(head, rows[_MOST_ROWS:], text_columns=4)),
+            foldout(f"{len(rows) - _MOST_ROWS} more", table(head, rows[_MOST_ROWS:], text_columns=4)),
         ]
         if len(rows) > _MOST_ROWS
         else [element("h3", "GPU operations that differ, per call"), table(head, rows, text_columns=4)]
@@ -237,7 +237,7 @@ def _parity(pair: PairDiff) -> Markup | None:
         )
         cells = [("equal bits", base, head), ("worst relative RMS", rms(row.base_worst), rms(row.head_worst))]
         parts += [element("h3", f"Parity: {row.source}"), table(("", "base", "head"), cells)]
-        parts += [_list("New findings", row.new_findings), _list("Findings that are gone", row.gone_findings)]
+        parts += [bullets("New findings", row.new_findings), bullets("Findings that are gone", row.gone_findings)]
     if pair.accuracy:
         accuracies = [
             (d.task, d.metric, f"{d.a:.4f} ± {d.stderr_a:.4f}", f"{d.b:.4f} ± {d.stderr_b:.4f}", f"{d.sigma:.2f}σ",
@@ -254,7 +254,7 @@ def _parity(pair: PairDiff) -> Markup | None:
 def _lonely(diff: Diff) -> Markup | None:
     lonely = [f"only in {diff.base}: {name}" for name in diff.only_base]
     lonely += [f"only in {diff.head}: {name}" for name in diff.only_head]
-    return _list("Not compared", lonely)
+    return bullets("Not compared", lonely)
 
 
 # --- one bundle ------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def bundle_html(bundle: Bundle, contents: Sequence[Content]) -> str:
 
 
 def contents_html(contents: Sequence[Content], name: str) -> str:
-    """A run folder or foreign result as one HTML file."""
+    """A folder of measurements or foreign result as one HTML file."""
     return page(name, [element("h1", name), [_entry(content) for content in contents], _definitions()], STYLE)
 
 
@@ -284,6 +284,12 @@ def _entry(content: Content) -> Markup:
     parts: list[object] = [element("h2", content.entry.name)]
     if found is not None and content.run is not None:
         parts += _review(found, content.run)
+    if content.ladder is not None:
+        # Its tables are pandas', which takes longer to import than a report of a run to write.
+        from workbench.views.bundle_ladder import ladder_section
+
+        parts.append(ladder_section(content.ladder))
+        parts += [_environment(content.ladder.environment)] if content.run is None else []
     if content.parity is not None:
         parts.append(_parity_session(content))
     if content.external is not None:
@@ -295,7 +301,7 @@ def _entry(content: Content) -> Markup:
             parts.append(_lint(document))
         text = msgspec.json.format(msgspec.json.encode(document), indent=1).decode()
         cut = text[:_LONGEST_DOCUMENT] + ("\n…" if len(text) > _LONGEST_DOCUMENT else "")
-        parts.append(_more(name, element("pre", cut)))
+        parts.append(foldout(name, element("pre", cut)))
     return join(parts)
 
 
@@ -305,11 +311,11 @@ def _review(found: Review, run: Run) -> list[object]:
     rest = [row for row in found.timings if row not in shown]
     return [
         [element("p", text, class_=f"verdict {tone(verdict) or ''}") for text, verdict in run_verdicts(found, run)],
-        _list("Read this with the numbers", found.notes, class_="doubts"),
+        bullets("Read this with the numbers", found.notes, class_="doubts"),
         element("h3", "Timings, without a profiler"),
         _arm_table(shown),
         strips(shown),
-        _more("Timings by call", _arm_table(rest[:400])) if rest else None,
+        foldout("Timings by call", _arm_table(rest[:400])) if rest else None,
         element("h3", "Configuration and its bill"),
         _configuration(run, found),
         _trace_tables(found),
@@ -383,7 +389,7 @@ def _configuration(run: Run, found: Review) -> Markup:
     return join(
         [
             table(("", ""), rows, text_columns=2),
-            _more("Capture, budget by budget", table(("budget", "time", "pool", "allocated", "nodes"), bill)),
+            foldout("Capture, budget by budget", table(("budget", "time", "pool", "allocated", "nodes"), bill)),
         ]
     )
 
@@ -407,8 +413,8 @@ def _trace_tables(found: Review) -> Markup | None:
             for name, count, total in trace.kernels[:_MOST_ROWS]
         ]
         title = f"{trace.arm}: GPU operations, largest first ({len(trace.kernels)} names)"
-        parts.append(_more(title, table(("operation", "family", "number", "time"), rows, text_columns=2)))
-        parts.append(_list("Warnings", trace.warnings))
+        parts.append(foldout(title, table(("operation", "family", "number", "time"), rows, text_columns=2)))
+        parts.append(bullets("Warnings", trace.warnings))
     return join(parts)
 
 
@@ -426,7 +432,7 @@ def _environment(environment: Environment) -> Markup:
         [
             element("h3", "Environment"),
             table(("", ""), rows, text_columns=2),
-            _more("Packages", element("p", packages)) if packages else None,
+            foldout("Packages", element("p", packages)) if packages else None,
         ]
     )
 
@@ -445,7 +451,7 @@ def _parity_session(content: Content) -> Markup | None:
     bad = "bad" if parity.mismatched else ""
     first = element("p", parity_verdict(parity), class_=f"verdict {bad}")
     return join(
-        [element("h3", "Parity session"), first, _list("Findings", findings), table(head, cells, text_columns=3)]
+        [element("h3", "Parity session"), first, bullets("Findings", findings), table(head, cells, text_columns=3)]
     )
 
 
@@ -480,11 +486,11 @@ def _external(external: External) -> Markup:
     return join(
         [
             element("p", f"{external.source}, {external.model or 'no model named'} {external.created}", class_="muted"),
-            _list("Read this with the numbers", external.notes, class_="doubts"),
+            bullets("Read this with the numbers", external.notes, class_="doubts"),
             table(("measure", "mean", "median", "std", "P99", "samples"), measures) if measures else None,
             table(("task", "metric", "value", "standard error"), accuracies, text_columns=2) if accuracies else None,
             table(("operation", "family", "number", "time"), kernels, text_columns=2) if kernels else None,
-            _more("Configuration", table(("", ""), list(external.configuration.items())[:200], text_columns=2)),
+            foldout("Configuration", table(("", ""), list(external.configuration.items())[:200], text_columns=2)),
         ]
     )
 
@@ -499,8 +505,8 @@ def _members(bundle: Bundle) -> Markup:
         [
             element("h2", "Members"),
             element("p", told),
-            _list("Warnings", bundle.manifest.warnings),
-            _more(f"{len(rows)} members with SHA-256", table(("member", "bytes", "SHA-256"), rows)),
+            bullets("Warnings", bundle.manifest.warnings),
+            foldout(f"{len(rows)} members with SHA-256", table(("member", "bytes", "SHA-256"), rows)),
             element(
                 "p",
                 "To open a trace: run ",
@@ -523,19 +529,11 @@ def _definitions() -> Markup:
         ("no evidence", "p is 0.05 or more, or the change is below 1 %"),
         ("padding", "budget minus tokens, over budget, summed over replays"),
         ("launch gap", "idle whose next operation was launched after the previous one had ended"),
+        (
+            "step of a ladder",
+            "one way to run a call: eager, vLLM's graph, a variant, several; all in one process, in ABBA order",
+        ),
+        ("parity over noise", "worst item's distance to eager as served, over what rounding does to eager itself"),
         ("σ", "difference of two accuracies in standard errors of the difference"),
     ]
-    return _more("What the words mean", table(("", ""), rows, text_columns=2))
-
-
-def _list(title: str, items: Sequence[str], class_: str | None = None) -> Markup | None:
-    if not items:
-        return None
-    shown = [element("li", item[:2000]) for item in items[:100]]
-    if len(items) > 100:
-        shown.append(element("li", f"and {len(items) - 100} more"))
-    return element("div", element("h3", title), element("ul", shown), class_=class_)
-
-
-def _more(title: str, *children: object) -> Markup:
-    return element("details", element("summary", title), list(children))
+    return foldout("What the words mean", table(("", ""), rows, text_columns=2))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from workbench.capturable import ALL, GRAPH
+from workbench.capturable import ALL, GRAPH, SERVED
 from workbench.ladder import BASELINES, COMBINED, FAR, HEAVY, OUTSIDE_MODULES, last_step, title
 
 _GRAPH, _ALL = title(GRAPH), title(ALL)
@@ -86,7 +86,7 @@ def steps(table: pd.DataFrame) -> str:
     """From `ladder.steps`: all variants against both baselines, and the single variant that saves most."""
     timed = {row["step"]: row for row in _rows(table, "median ms")}
     last = last_step(table["step"])
-    if last is None or last not in timed or _GRAPH not in timed:
+    if last is None or not {last, _GRAPH, SERVED} <= timed.keys():
         return "Not every step could be timed on this call; the table says why."
     whole = timed[last]
     text = (

@@ -1,16 +1,20 @@
 """HTML and SVG as nested calls; text is escaped unless it was made here.
 
     element("td", name, class_="number")
+    emphasised("**2.4 times** as fast as *graph*")
 
 There is no way to write raw HTML from data, so nothing a stranger named can become markup.
 """
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 
 from workbench.archive import printable
 
 _VOID = {"meta", "br", "col", "line", "rect", "circle"}
+_EMPHASIS = re.compile(r"\*\*([^*]+)\*\*|\*([^*\s][^*]*)\*|`([^`]+)`")
+_LONGEST_LINE, _MOST_LINES = 2_000, 100
 Child = object
 
 
@@ -61,6 +65,37 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Child]], *, text_columns:
     return element(
         "div", element("table", element("thead", element("tr", titles)), element("tbody", body)), class_="wide"
     )
+
+
+def emphasised(text: str) -> Markup:
+    """A sentence with the marks that notebooks' sentences have: strong, emphasised, code."""
+    parts: list[Child] = []
+    position = 0
+    for match in _EMPHASIS.finditer(text):
+        tag = ("strong", "em", "code")[(match.lastindex or 1) - 1]
+        parts += [text[position : match.start()], element(tag, match[match.lastindex or 1])]
+        position = match.end()
+    return join([*parts, text[position:]])
+
+
+def unmarked(text: str) -> str:
+    """The same sentence without its marks."""
+    return _EMPHASIS.sub(lambda match: match[match.lastindex or 1], text)
+
+
+def bullets(title: str, items: Sequence[str], class_: str | None = None) -> Markup | None:
+    """A titled list, cut where it is very long; None for no items."""
+    if not items:
+        return None
+    shown = [element("li", item[:_LONGEST_LINE]) for item in items[:_MOST_LINES]]
+    if len(items) > _MOST_LINES:
+        shown.append(element("li", f"and {len(items) - _MOST_LINES} more"))
+    return element("div", element("h3", title), element("ul", shown), class_=class_)
+
+
+def foldout(title: str, *children: Child) -> Markup:
+    """What is read on demand, behind its title."""
+    return element("details", element("summary", title), list(children))
 
 
 def page(title: str, body: Sequence[Child], style: str) -> str:
