@@ -131,7 +131,8 @@ def _quantities(pair: PairDiff) -> Iterator[tuple[str, _Quantity]]:
     for metric in pair.metrics:
         yield metric.name, _Quantity(metric.base, metric.head, metric.unit)
     for row in pair.parity:
-        key = "parity" if row.source.startswith("items") else "equality"
+        first = row.source.partition(" ")[0]
+        key = {"items": "parity", "outputs": "ladder"}.get(first, "equality")  # a session's, a ladder's, a run's
         base = row.base_equal / row.base_total if row.base_total else None
         head = row.head_equal / row.head_total if row.head_total else None
         yield f"{key}.equal_share", _Quantity(base, head, "share")
@@ -140,7 +141,7 @@ def _quantities(pair: PairDiff) -> Iterator[tuple[str, _Quantity]]:
     for accuracy in pair.accuracy:
         yield f"accuracy.{accuracy.task}.{accuracy.metric}", _Quantity(accuracy.a, accuracy.b, "share")
         yield f"sigma.{accuracy.task}.{accuracy.metric}", _Quantity(0, accuracy.sigma, "count")
-    for arm in ARMS:
+    for arm in dict.fromkeys((*ARMS, *(row.arm for row in pair.failures))):
         counts = [[getattr(row, side) for row in pair.failures if row.arm == arm] for side in ("base", "head")]
         yield f"{arm}.failures", _Quantity(sum(counts[0]), sum(counts[1]), "count")
     yield "doubts", _Quantity(0, len(pair.doubts), "count")

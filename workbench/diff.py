@@ -17,9 +17,10 @@ import numpy as np
 
 import workbench
 from workbench.alignment import align
-from workbench.bundle import Content, Entry, opened
+from workbench.bundle import Content, Entry, Kind, opened
+from workbench.capturable import Ladder
 from workbench.decision import BenchmarkDelta, benchmark_delta
-from workbench.doubts import differences, environment_doubts, run_doubts
+from workbench.doubts import differences, environment_doubts, made_doubts
 from workbench.errors import WorkbenchError
 from workbench.evidence import Change, Question, Verdict, drift, judge
 from workbench.ingest import External, Measure
@@ -53,9 +54,10 @@ class Statistics(Record, frozen=True):
 
 
 class TimingDiff(Record, frozen=True):
-    """One timing on both sides. `call` is the base's index; None is one pass over all common calls.
+    """One timing on both sides. `call` is the base's index; None is one pass over all common calls, or a main question.
 
-    `name` is what `--fail-if` calls it: "graph", "graph.gpu", "graph[2]", or a foreign measure's name.
+    `name` is what `--fail-if` calls it: "graph", "graph.gpu", "graph[2]", "all variants[64 tokens]" of a ladder, or a
+    foreign measure's name.
     """
 
     name: str
@@ -139,14 +141,14 @@ class FailureDiff(Record, frozen=True):
 
 
 class PairDiff(Record, frozen=True):
-    """One run (or foreign result) of each side.
+    """One run (or ladder, parity session, foreign result) of each side.
 
     `common_calls` encode the same on both sides; the passes of all arms are over `pass_calls` (the base's
     numbers): those of them that every compared arm finished on both sides.
     """
 
     name: str
-    kind: Literal["run", "parity", "external"]
+    kind: Kind
     model: str | None
     baseline: str
     doubts: list[str]
@@ -184,7 +186,7 @@ class Diff(Record, frozen=True):
 
 
 def compare_files(base: Path, head: Path) -> Diff:
-    """Compare two bundles, run folders or foreign results.
+    """Compare two bundles, folders of measurements or foreign results.
 
     Raises:
         WorkbenchError: a side is not readable, or nothing on one side matches the other.
@@ -280,7 +282,7 @@ class _Draft:
             kind=self.base.entry.kind,
             model=self.head.entry.model,
             baseline="eager_served",
-            doubts=self.doubts + self._unsteady() + _moved_controls(timings, self.base.run, self.head.run),
+            doubts=self.doubts + self._unsteady() + self._moved(timings),
             differences=self.differences,
             timings=timings,
             metrics=self.metrics,
@@ -292,6 +294,15 @@ class _Draft:
             pass_calls=[call for call, _ in self.passed],
             common_calls=len(self.common),
         )
+
+    def _moved(self, timings: list[TimingDiff]) -> list[str]:
+        """Timings that nothing on purpose could have changed, and that changed."""
+        found = _moved_controls(timings, self.base.run, self.head.run)
+        if self.base.ladder is not None and self.head.ladder is not None:
+            from workbench.ladder_diff import moved_graph
+
+            found += moved_graph(timings, self.base.ladder, self.head.ladder)
+        return found
 
     def _unsteady(self) -> list[str]:
         """Main timings whose halves differ within a side."""
@@ -308,6 +319,7 @@ def _draft(base: Content, head: Content) -> _Draft:
     draft = _Draft(base, head)
     if base.run is not None and head.run is not None:
         _compare_runs(draft, base.run, head.run)
+    _compare_ladders(draft, base.ladder, head.ladder)
     if base.external is not None and head.external is not None:
         _compare_external(draft, base.external, head.external)
     _compare_parity_sessions(draft)
@@ -315,8 +327,26 @@ def _draft(base: Content, head: Content) -> _Draft:
     return draft
 
 
+def _compare_ladders(draft: _Draft, base: Ladder | None, head: Ladder | None) -> None:
+    if base is None or head is None:
+        if base or head:
+            draft.notes.append("a ladder is on one side only")
+        return
+    from workbench.ladder_diff import compare_ladders  # its tables are pandas', slow to import
+
+    found = compare_ladders(base, head)
+    draft.timings += found.timings
+    draft.metrics += found.metrics
+    draft.parity += found.parity
+    draft.failures += found.failures
+    # Beside runs of the same machine, the same may have been said already.
+    draft.doubts += [text for text in found.doubts if text not in draft.doubts]
+    draft.differences += [text for text in found.differences if text not in draft.differences]
+    draft.notes += found.notes
+
+
 def _compare_runs(draft: _Draft, base: Run, head: Run) -> None:
-    draft.doubts += environment_doubts(base.environment, head.environment) + run_doubts(base, head)
+    draft.doubts += environment_doubts(base.environment, head.environment) + made_doubts(base, head)
     draft.differences += differences(base, head)
     draft.common = _common_calls(base, head)
     _compare_timings(draft, base, head)
@@ -344,7 +374,7 @@ def _common_calls(base: Run, head: Run) -> list[tuple[int, int]]:
 
 
 def _compare_timings(draft: _Draft, base: Run, head: Run) -> None:
-    reason = _incomparable(draft, base, head)
+    reason = incomparable(base, head, bool(draft.common))
     if reason:
         draft.notes.append(f"timings are not compared: {reason}")
         return
@@ -394,14 +424,15 @@ def _compare_arm(draft: _Draft, run: Run, arm: Arm, clock: Clock, rows: list[_Sa
         draft.timings += [_timing(row.base, row.head, arm, clock, row.calls[0]) for row in rows[:MOST_CALLS]]
 
 
-def _incomparable(draft: _Draft, base: Run, head: Run) -> str:
+def incomparable(base: Run | Ladder, head: Run | Ladder, common: bool) -> str:
+    """Why the timings of two sides are not compared, if so; `common`: some call encodes the same on both."""
     if base.replay != head.replay:
         return "one side replays CUDA graphs, the other re-runs Python over static buffers"
     for field in ("architecture", "depth", "width", "dtype"):
         left, right = getattr(base.model, field), getattr(head.model, field)
         if left != right:
             return f"the models differ in {field} ({left} and {right})"
-    return "" if draft.common else "no call of one side encodes what a call of the other does"
+    return "" if common else "no call of one side encodes what a call of the other does"
 
 
 def arm_samples(run: Run, arm: Arm, clock: Clock) -> dict[int, list[float]]:

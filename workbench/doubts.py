@@ -1,5 +1,6 @@
 """What makes a comparison of two runs doubtful, and what was changed on purpose, in sentences."""
 
+from workbench.capturable import Ladder
 from workbench.run import ConfigRecord, Environment, GpuState, ModelRecord, Run
 
 CLOCK_TOLERANCE = 0.05  # share of a clock or power limit that may differ
@@ -58,9 +59,11 @@ def _gpu_doubts(base: GpuState, head: GpuState) -> list[str]:
     return doubts
 
 
-def run_doubts(base: Run, head: Run) -> list[str]:
-    """Differences of what ran: weights, attention backend, inputs, warm-up."""
+def made_doubts(base: Run | Ladder, head: Run | Ladder) -> list[str]:
+    """Differences of what ran and when: the day, weights, attention backend, inputs, warm-up."""
     doubts = []
+    if base.created[:10] != head.created[:10]:
+        doubts.append(f"measured on other days: {base.created[:10]} and {head.created[:10]}")
     if base.model.weights_fingerprint != head.model.weights_fingerprint:
         doubts.append("the weights differ")
     if base.model.attention_backend != head.model.attention_backend:
@@ -74,25 +77,46 @@ def run_doubts(base: Run, head: Run) -> list[str]:
 
 def differences(base: Run, head: Run) -> list[str]:
     """What was changed: configuration, model, weights, workload, versions; only what differs."""
-    pairs = [
-        *_configuration(base.config, head.config),
-        ("model", base.model.key, head.model.key),
-        *(
-            (field.replace("_", " "), getattr(base.model, field), getattr(head.model, field))
-            for field in ("architecture", "depth", "width", "dtype", "attention_backend")
-        ),
-        ("weights", *_weights(base.model, head.model)),
-        ("workload", base.workload, head.workload),
-        ("replay", base.replay, head.replay),
-        ("vLLM", base.environment.vllm, head.environment.vllm),
-        ("vLLM commit", base.environment.vllm_commit, head.environment.vllm_commit),
-        ("torch", base.environment.torch, head.environment.torch),
-        ("workbench", base.workbench, head.workbench),
-    ]
+    model, software = _model(base, head), _software(base, head)
+    workload = ("workload", base.workload, head.workload)
+    bench = ("workbench", base.workbench, head.workbench)
+    return _told([*_configuration(base.config, head.config), *model, workload, *software, bench])
+
+
+def ladder_differences(base: Ladder, head: Ladder) -> list[str]:
+    """The same of two ladders: budgets, model, weights, versions."""
+    fields = ("budgets", "max_items", "max_frames")
+    configuration = [(field.replace("_", " "), getattr(base, field), getattr(head, field)) for field in fields]
+    return _told([*configuration, *_model(base, head), *_software(base, head)])
+
+
+_Pair = tuple[str, object, object]  # what is compared, the base's and the head's
+
+
+def _told(pairs: list[_Pair]) -> list[str]:
     return [f"{title}: {_shown(left)} → {_shown(right)}" for title, left, right in pairs if left != right]
 
 
-def _configuration(base: ConfigRecord, head: ConfigRecord) -> list[tuple[str, object, object]]:
+def _model(base: Run | Ladder, head: Run | Ladder) -> list[_Pair]:
+    fields = ("architecture", "depth", "width", "dtype", "attention_backend")
+    return [
+        ("model", base.model.key, head.model.key),
+        *((field.replace("_", " "), getattr(base.model, field), getattr(head.model, field)) for field in fields),
+        ("weights", *_weights(base.model, head.model)),
+    ]
+
+
+def _software(base: Run | Ladder, head: Run | Ladder) -> list[_Pair]:
+    left, right = base.environment, head.environment
+    return [
+        ("replay", base.replay, head.replay),
+        ("vLLM", left.vllm, right.vllm),
+        ("vLLM commit", left.vllm_commit, right.vllm_commit),
+        ("torch", left.torch, right.torch),
+    ]
+
+
+def _configuration(base: ConfigRecord, head: ConfigRecord) -> list[_Pair]:
     """Fields as vLLM resolved them; as asked only where that alone differs."""
     resolved = [field for field in base.__struct_fields__ if not field.startswith("requested_")]
     rows = []

@@ -64,6 +64,16 @@ def source(ladder: Ladder) -> tuple[Literal["recorded", "static_replay"], str, d
     }  # fmt: skip
 
 
+def caveats(ladder: Ladder) -> list[str]:
+    """What keeps a ladder from being taken at its word, in sentences."""
+    told = []
+    if ladder.replay != "cuda_graph":
+        told.append("static replay: Python runs again over fixed buffers, so its times say nothing about CUDA graphs")
+    if ladder.notes or not ladder.complete:
+        told.append(f"the ladder is not whole: {'; '.join(ladder.notes) or 'its session did not come to its end'}")
+    return told
+
+
 def missing(facts: ModelFacts) -> str:
     """Say in a sentence that there is no ladder of a model, and how to make one."""
     return (

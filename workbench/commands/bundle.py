@@ -29,7 +29,10 @@ def register(app: typer.Typer) -> None:
 
 
 def create(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, or results of other tools.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN", help="Folders of runs, ladders or parity sessions, or results of other tools."),
+    ],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The bundle to write.")] = None,
     note: Annotated[Path | None, typer.Option("--note", help="A Markdown note for the reader.")] = None,
     redact: Annotated[bool, typer.Option("--redact/--no-redact", help="Replace names, paths, secrets.")] = True,
@@ -39,7 +42,7 @@ def create(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Bundle run folders (and JSON, SQLite or traces of other tools) into one redacted file."""
+    """Bundle runs, ladders, parity sessions (and JSON, SQLite or traces of other tools) into one redacted file."""
     from workbench.bundle import create as make
     from workbench.errors import WorkbenchError
 
@@ -99,7 +102,7 @@ def extract(
 
 
 def diff(
-    base: Annotated[Path, typer.Argument(metavar="BASE", help="A bundle, run folder or foreign result.")],
+    base: Annotated[Path, typer.Argument(metavar="BASE", help="A bundle, folder of measurements or foreign result.")],
     head: Annotated[Path, typer.Argument(metavar="HEAD", help="The same kind of thing, changed.")],
     fail_if: Annotated[
         list[str] | None, typer.Option("--fail-if", help="Such as 'graph.mean > +5%'; may be repeated.")
@@ -134,7 +137,9 @@ def diff(
 
 
 def report(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A bundle, run folder or foreign result.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A bundle, folder of measurements or foreign result.")
+    ],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The HTML file; left out: SOURCE.html.")] = None,
     markdown: Annotated[Path | None, typer.Option("--markdown", help="Also write Markdown for a pull request.")] = None,
     as_json: Json = False,

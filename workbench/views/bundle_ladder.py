@@ -29,22 +29,12 @@ def ladder_section(ladder: Ladder) -> Markup:
         [
             element("h3", "The variants' ladder"),
             element("p", "; ".join(_about(ladder)), class_="muted"),
-            bullets("Read this with the numbers", doubts(ladder), class_="doubts"),
+            bullets("Read this with the numbers", tables.caveats(ladder), class_="doubts"),
             _steps(ladder),
             _boundary(ladder),
             _maps(ladder),
         ]
     )
-
-
-def doubts(ladder: Ladder) -> list[str]:
-    """What keeps a ladder from being taken at its word."""
-    told = ["static replay: Python runs again over fixed buffers, so its times say nothing about CUDA graphs"]
-    told = [] if ladder.replay == "cuda_graph" else told
-    if not ladder.complete or ladder.notes:
-        why = "; ".join(ladder.notes) or "its session did not come to its end"
-        told.append(f"the ladder is not whole: {why}")
-    return told
 
 
 def _about(ladder: Ladder) -> tuple[str, str]:
@@ -203,7 +193,12 @@ def _frame(frame: pd.DataFrame) -> Markup:
 
 def ladder_markdown(ladder: Ladder, plain: Callable[[object], str]) -> list[str]:
     """Lines for a pull request: what was run, what was reached, a row per call; `plain` makes text harmless."""
-    lines = ["; ".join(map(plain, _about(ladder))), "", *(f"> {plain(doubt)}" for doubt in doubts(ladder)), ""]
+    lines = [
+        "; ".join(map(plain, _about(ladder))),
+        "",
+        *(f"> {plain(caveat)}" for caveat in tables.caveats(ladder)),
+        "",
+    ]
     if not ladder.cases:
         return lines
     every = tables.all_steps(ladder)

@@ -97,20 +97,26 @@ def _difference_sentences(pair: PairDiff) -> list[Sentence]:
 
 
 def _timing_sentences(pair: PairDiff) -> list[Sentence]:
-    told = [(timing, change) for timing in headline(pair) for change in timing.changes]
+    told = [change for timing in headline(pair) for change in timing.changes]
     clear: list[Sentence] = [
         (f"{timing.name}, {change.statistic}: {change.verdict}, {change_text(change)}", change.verdict)
-        for timing, change in told
-        if tone(change.verdict)
+        for timing in headline(pair)
+        for change in _news(timing, brief=pair.kind == "ladder")
     ]
     if told and not clear:
-        judged = any(change.verdict != "not judged" for _, change in told)
+        judged = any(change.verdict != "not judged" for change in told)
         nothing = "no evidence of a difference in the timings" if judged else "the timings cannot be judged"
         part = len(pair.pass_calls) < pair.common_calls
         clear.append((f"{nothing} of {pass_text(pair)}" if part and pair.pass_calls else nothing, None))
     if pair.doubts:
         clear.append((f"doubts about the comparison: {len(pair.doubts)}, see below", None))
     return clear
+
+
+def _news(timing: TimingDiff, brief: bool) -> list[Change]:
+    """The changes that are good or bad news; `brief`, for many timings: of each verdict the first."""
+    news = [change for change in timing.changes if tone(change.verdict)]
+    return list({change.verdict: change for change in reversed(news)}.values())[::-1] if brief else news
 
 
 def _failure_sentences(pair: PairDiff) -> list[Sentence]:
@@ -159,7 +165,7 @@ def pass_text(pair: PairDiff) -> str:
 def timing_title(pair: PairDiff) -> str:
     """The heading of the table of headline timings: of which calls, and each as often as the workload has it."""
     if not pair.pass_calls:
-        return "Timings"
+        return "Timings of vLLM's graph and of all variants, call by call" if pair.kind == "ladder" else "Timings"
     return f"Timings of {'' if len(pair.pass_calls) == 1 else 'one pass over '}{pass_text(pair)}"
 
 
