@@ -210,6 +210,10 @@ class _Packing:
         folder = f"runs/{index:02d}-{_slug(name)}"
         for file, document in _documents(source).items():
             where = f"{folder}/{file}"
+            try:
+                check_plain(document)
+            except ValueError as error:
+                raise WorkbenchError(f"{where} is not what a bundle takes: {error}; measure again") from error
             plain = self.redactor.value(document, where) if self.redactor else document
             self._add(where, encode(plain))
         for file in source.traces:

@@ -20,6 +20,7 @@ DEEPEST_JSON = 64
 LONGEST_US = 365 * 86_400 * 1e6
 SHORTEST_US = 1e-3  # of a sample of a ladder, whose ratios are taken: no clock is finer than a nanosecond
 MOST_SAMPLES = 100_000  # of one timing; the bootstrap's work grows with them
+MOST_IN_ALL = 500_000  # samples of a ladder, whose columns are all compared; made are about ten thousand
 MOST_ROWS = 500  # calls, columns of a call, candidates, maps and captures of a ladder; made are about a dozen
 MOST_MODULES = 20_000
 LARGEST_COUNT = 10**12
@@ -53,6 +54,8 @@ def wrong_ladder(ladder: Ladder) -> str:
     rows = (ladder.cases, ladder.boundaries, ladder.maps, ladder.captured)
     if any(len(some) > MOST_ROWS for some in rows):
         return f"it has more than {MOST_ROWS} calls, candidates, maps or captures"
+    if sum(len(column.wall_us) for case in ladder.cases for column in case.columns) > MOST_IN_ALL:
+        return f"its columns have more than {MOST_IN_ALL:,} samples together"
     found = (
         *(_wrong_case(case) for case in ladder.cases),
         *(_wrong_boundary(one) for one in ladder.boundaries),

@@ -231,7 +231,8 @@ def _step(case: Case, column: Column, samples: dict[str, list[float]]) -> dict[s
     row |= {"P99 ms": timed and timed.p99 / 1e3}
     for base, name in ((SERVED, "vs served"), (GRAPH, "vs vLLM's graph")):
         known = timed is not None and base in samples and column.name != base
-        row[name] = ratio(samples[base], column.wall_us, "median").value if known else None
+        # Without the interval, which a table of steps does not show, one draw is enough.
+        row[name] = ratio(samples[base], column.wall_us, "median", draws=1).value if known else None
     row |= {"busy ms": _ms(column.busy_us), "idle ms": _ms(column.idle_us), "traced ms": _ms(column.traced_us)}
     row |= {"GPU ops": column.ops, "nodes": column.nodes}
     row |= {"parity over noise": _over_noise(case, column), "equals the graph": _equals_graph(column)}

@@ -101,7 +101,7 @@ def speed_ups(every: pd.DataFrame, width: int = 760) -> Markup | None:
         rows = known[known["call"] == call]
         for step, value in sorted(zip(rows["step"], rows["vs served"], strict=True), key=lambda row: row[0] == last):
             color, radius = _dot(step, last)
-            parts.append(element("circle", cx=x(value), cy=y, r=radius, fill=color, fill_opacity=0.85))
+            parts.append(element("circle", cx=x(value), cy=y, r=radius, fill=color))
             if step == last:
                 parts.append(element("text", f"{value:.2f}×", x=width - 8, y=y + 4, text_anchor="end"))
     title = "times as fast as eager as served (ratio of medians, logarithmic)"
