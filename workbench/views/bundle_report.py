@@ -48,8 +48,10 @@ margin:.4rem 0}.verdict.good{border-color:var(--good)}.verdict.bad{border-color:
 .doubts{background:#fff6e0;border:1px solid #e7cf94;padding:.5rem 1rem;color:var(--warn)}table{border-collapse:collapse;
 font-size:.87rem;margin:.4rem 0}th,td{border-bottom:1px solid var(--line);padding:.18rem .6rem;text-align:left;
 vertical-align:top}th{color:var(--muted);font-weight:600}.n{text-align:right;font-variant-numeric:tabular-nums;
-white-space:nowrap}th.n{white-space:normal;vertical-align:bottom}.wide{overflow-x:auto}pre{background:#f5f6f8;padding:.7rem;white-space:pre-wrap;overflow-wrap:anywhere;
-font-size:.85rem}td{overflow-wrap:break-word}td:first-child{min-width:6rem}summary{cursor:pointer;color:var(--muted)}svg{max-width:100%;height:auto}
+white-space:nowrap}th.n{white-space:normal;vertical-align:bottom}.wide{overflow-x:auto}
+pre{background:#f5f6f8;padding:.7rem;white-space:pre-wrap;overflow-wrap:anywhere;
+font-size:.85rem}td{overflow-wrap:break-word}td:first-child{min-width:6rem}
+summary{cursor:pointer;color:var(--muted)}svg{max-width:100%;height:auto}
 svg text{font:12px system-ui,sans-serif;fill:var(--ink)}code{font-size:.9em}
 @media print{body{margin:0;max-width:none;font-size:11px}details{display:block}h2{break-after:avoid}
 tr{break-inside:avoid}.wide{overflow:visible}}
