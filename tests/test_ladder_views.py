@@ -8,7 +8,7 @@ import pytest
 
 from tests.ladders import NOISE, make_counters, make_glm_ladder, make_ladder, write_ladder
 from workbench import capturable, ladder
-from workbench.capturable import ALL, GRAPH, SERVED, Captured, Ladder, find_ladder
+from workbench.capturable import ALL, GRAPH, SERVED, Captured, Ladder, Steps, find_ladder
 from workbench.encoder import counters
 from workbench.encoder.counters import find_counters
 from workbench.errors import WorkbenchError
@@ -306,32 +306,34 @@ def test_parity_in_words(made: Ladder) -> None:
 
 
 def test_recipes_are_one_row_a_size_and_told(made: Ladder) -> None:
-    pytest.importorskip("torch")
-    from workbench.encoder.variants.recipe import TILES, Recipe
-
     assert not len(ladder.recipes(made))
-    said = str(Recipe(proj=2, fc2=4, tile=TILES[0]))  # as a capture records it
+
+    def steps(rows: int, attention: str = "vLLM's", fc2: str = "vLLM's") -> Steps:
+        return Steps(rows=rows, attention=attention, qkv="vLLM's", proj="vLLM's", fc1="vLLM's", fc2=fc2)
+
+    planned = Captured(
+        column="fused", costs=[], schedules=["once per call"], recipes=[steps(256, "A", "4 parts"), steps(8192)]
+    )
     captured = [
-        Captured(
-            column="fused",
-            costs=[],
-            schedules=["once per call"],
-            recipes=[f"256 rows: {said}", f"8,192 rows: {Recipe()}"],
-        ),
-        Captured(column=ALL, costs=[], schedules=["once per call"], recipes=[f"256 rows: {Recipe(tile=TILES[1])}"]),
+        planned,
+        Captured(column=ALL, costs=[], schedules=["once per call"], recipes=[steps(256, "B", "4 parts")]),
     ]
     both = msgspec.structs.replace(made, captured=captured)
     small, large = ladder.recipes(both).to_dict("records")
-    assert (small["budget"], small["rows"], small["attention"]) == (64, 256, "kernel for short sequences")
-    assert small["products in parts"] == "proj in 2, fc2 in 4 or whole"
-    assert (large["budget"], large["attention"], large["products in parts"]) == (2048, "vLLM's way", "whole")
+    assert small == {
+        "budget": 64, "rows": 256, "qkv": "vLLM's", "attention": "A or B", "proj": "vLLM's", "fc1": "vLLM's",
+        "fc2": "4 parts",
+    }  # fmt: skip
+    assert (large["budget"], large["attention"]) == (2048, "vLLM's")
     text = words.recipes(ladder.recipes(both), ladder.schedules(both))
-    assert "Up to budget 64 that is another way than vLLM's; from 2,048 on it is vLLM's." in text
+    assert "At budget 64 some steps are computed in another way than vLLM's." in text
     assert text.endswith("At budget 64 not all captures chose the same. Attention is planned once per call.")
-    vllm = msgspec.structs.replace(
-        made, captured=[msgspec.structs.replace(captured[0], recipes=[f"64 rows: {Recipe()}"])]
-    )
-    assert "Here that is vLLM's way everywhere." in words.recipes(ladder.recipes(vllm), [])
+    for recipes, said in (
+        ([steps(64)], "Here that is vLLM's way everywhere."),
+        ([steps(64, "A")], "At every budget some"),
+    ):
+        one = msgspec.structs.replace(made, captured=[msgspec.structs.replace(planned, recipes=recipes)])
+        assert said in words.recipes(ladder.recipes(one), [])
 
 
 def test_counters_in_words() -> None:

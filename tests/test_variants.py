@@ -24,7 +24,9 @@ torch = pytest.importorskip("torch", reason="needs an engine")
 from workbench.encoder import engine  # noqa: E402 - needs an engine
 from workbench.encoder.session import EncoderSession, Grid, SessionOptions, open_session  # noqa: E402
 from workbench.encoder.variants import VARIANTS, attach, guard, names_for  # noqa: E402
-from workbench.encoder.variants.recipe import TILES, Recipe  # noqa: E402
+from workbench.encoder.variants.attention import TILES  # noqa: E402
+from workbench.encoder.variants.gemm import Gemm  # noqa: E402
+from workbench.encoder.variants.recipe import Recipe  # noqa: E402
 
 NAMES = names_for("ernie45_vl")
 EXACT = [variant.name for variant in VARIANTS if variant.exact and variant.model == "ernie45_vl"]
@@ -370,9 +372,18 @@ def in_float32() -> Iterator[EncoderSession]:
             yield session
 
 
+QUACK = Gemm(128, 160, True, (2, 1))
+
+
 @pytest.mark.parametrize(
     "recipe",
-    [Recipe(), Recipe(1, 1, 1), Recipe(2, 4, 2, TILES[0]), Recipe(4, 2, 1), Recipe(0, 0, 4, TILES[1])],
+    [
+        Recipe(),
+        Recipe(0, 1, 1, 1),
+        Recipe(0, 2, 4, 2, TILES[0]),
+        Recipe(QUACK, 4, QUACK, 1),
+        Recipe(QUACK, 0, 2, 4, TILES[1]),
+    ],
     ids=str,
 )
 def test_a_tower_is_the_same_by_every_recipe(
@@ -385,6 +396,11 @@ def test_a_tower_is_the_same_by_every_recipe(
         made.append(rows)
         return recipe
 
+    def linear(x: Any, weight: Any, bias: Any, gemm: Gemm, activation: str | None = None) -> Any:
+        result = x @ weight.t() + bias
+        return result * torch.sigmoid(1.702 * result) if activation == "quick_gelu" else result
+
+    monkeypatch.setattr("workbench.encoder.variants.gemm.linear", linear)
     monkeypatch.setattr("workbench.encoder.variants.fused.choose", choose)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     inputs = in_float32.inputs([(1, 8, 8), (1, 4, 6), (1, 2, 2)])
@@ -404,14 +420,14 @@ def test_nothing_is_measured_while_a_graph_is_captured(
     model = attach(in_float32.model, ["fused"])
     model.in_triton = True
     metadata = {"cu_seqlens": torch.tensor([0, 64], dtype=torch.int32), "max_seqlen": torch.tensor(64)}
-    monkeypatch.setattr("workbench.encoder.variants.fused.choose", lambda *_: Recipe(2))
+    monkeypatch.setattr("workbench.encoder.variants.fused.choose", lambda *_: Recipe(proj=2))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert model._recipe(64, metadata) == Recipe()
     assert not model.recipes  # the next graph of this shape can still be measured
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert model._recipe(64, metadata) == Recipe(2)
+    assert model._recipe(64, metadata) == Recipe(proj=2)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert model._recipe(64, metadata) == Recipe(2)
+    assert model._recipe(64, metadata) == Recipe(proj=2)
     longer = metadata | {"cu_seqlens": torch.tensor([0, 64, 64], dtype=torch.int32)}
     assert model._recipe(64, longer) == Recipe()  # more slots are another graph
 

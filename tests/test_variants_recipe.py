@@ -10,8 +10,10 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from workbench.encoder.variants import dataflow, recipe
-from workbench.encoder.variants.recipe import TILES, Recipe, can_be_cut, choose, product
+from workbench.encoder.variants import dataflow, gemm, recipe
+from workbench.encoder.variants.attention import FLASH4, TILES
+from workbench.encoder.variants.gemm import Gemm
+from workbench.encoder.variants.recipe import Recipe, activated, can_be_cut, choose, product
 
 WIDTH, HEADS, SIZE, ROWS = 64, 2, 32, 48
 
@@ -25,8 +27,8 @@ class Linear(torch.nn.Linear):
 
 def a_block() -> Any:
     attn = SimpleNamespace(
-        proj=Linear(WIDTH, WIDTH), attn=SimpleNamespace(scale=SIZE**-0.5), num_attention_heads_per_partition=HEADS,
-        hidden_size_per_attention_head=SIZE,
+        qkv=Linear(WIDTH, 3 * WIDTH), proj=Linear(WIDTH, WIDTH), attn=SimpleNamespace(scale=SIZE**-0.5),
+        num_attention_heads_per_partition=HEADS, hidden_size_per_attention_head=SIZE,
     )  # fmt: skip
     mlp = SimpleNamespace(fc1=Linear(WIDTH, 2 * WIDTH), fc2=Linear(2 * WIDTH, WIDTH))
     return SimpleNamespace(attn=attn, mlp=mlp, norm1=torch.nn.LayerNorm(WIDTH))
@@ -48,11 +50,41 @@ def plain(offsets: torch.Tensor, _: Any, rows: torch.Tensor, context: torch.Tens
     return context
 
 
+def by_kernel(kernels: Any, offsets: torch.Tensor, tile: Any, _: Any, rows: torch.Tensor, context: torch.Tensor) -> Any:
+    kernels.attend(rows, offsets, ROWS, SIZE**-0.5, context, tile)
+    return context
+
+
+def ways_of(offsets: torch.Tensor, kernels: Any = dataflow, vllm: Any = None) -> dict[Any, Any]:
+    """vLLM's attention and the short kernel's, by name."""
+    theirs = partial(plain, offsets) if vllm is None else vllm
+    return {None: theirs} | {tile: partial(by_kernel, kernels, offsets, tile) for tile in TILES}
+
+
+def chosen_by(blocks: Any, offsets: torch.Tensor, kernels: Any = dataflow, vllm: Any = None, gemms: Any = ()) -> Recipe:
+    return choose(blocks, dataflow, ROWS, ways_of(offsets, kernels, vllm), gemms, offsets)
+
+
 def with_times(monkeypatch: pytest.MonkeyPatch, cost: Callable[[Any], float]) -> None:
-    """Let a step cost what its first argument, parts or tile, costs; vLLM's attention has none."""
-    monkeypatch.setattr(
-        recipe._Bench, "time", lambda _, step: cost(step.args[0] if isinstance(step, partial) else None)
-    )
+    """Let a step cost what its way costs: parts, tile, quack's; vLLM's attention has none."""
+    monkeypatch.setattr(recipe._Bench, "_cost", lambda _, name, way: cost(way))
+
+    def attention_cost(bench: Any, way: Any, attend: Any, expected: torch.Tensor) -> float:
+        if way is not None and not bench._alike(bench._attended(attend)[: len(expected)], expected):
+            return recipe._NEVER
+        return cost(way)
+
+    monkeypatch.setattr(recipe._Bench, "_attention_cost", attention_cost)
+
+
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch, cost: Callable[[], float] = lambda: 1.0) -> None:
+    """Let every step that runs cost alike."""
+
+    def time(bench: Any, step: Any) -> float:
+        step(bench.blocks[0])
+        return cost()
+
+    monkeypatch.setattr(recipe._Bench, "time", time)
 
 
 @pytest.mark.parametrize("parts", [0, 1, 2, 4])
@@ -89,16 +121,124 @@ def test_which_weights_can_be_cut(blocks: Any) -> None:
     assert not can_be_cut(layer, 2, torch.float32)
 
 
+def in_torch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, gemm: Any, activation: str | None = None
+) -> Any:
+    """What `gemm.linear` computes, in torch."""
+    result = x @ weight.t() + bias
+    return result * torch.sigmoid(1.702 * result) if activation == "quick_gelu" else result
+
+
+QUACK = Gemm(128, 160, True, (2, 1))
+
+
+def test_quacks_product_has_bias_and_activation_inside(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "linear", in_torch)
+    layer, x = blocks[0].mlp.fc1, torch.randn(7, WIDTH)
+    seen: list[Any] = []
+    handle = layer.register_forward_hook(lambda module, given, output: seen.append(output))
+    got, bias = product(layer, x, QUACK)
+    inside = activated(dataflow, layer, x, QUACK)
+    handle.remove()
+    assert bias is None
+    assert len(seen) == 2
+    torch.testing.assert_close(got, layer(x)[0])
+    torch.testing.assert_close(inside, activated(dataflow, layer, x, 0))
+    torch.testing.assert_close(inside, activated(dataflow, layer, x, 2))
+
+
 def test_the_fastest_way_of_each_step_wins(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = {0: 5.0, 1: 4.0, 2: 1.0, 4: 3.0, TILES[0]: 2.0, TILES[1]: 1.5, None: 3.0}
+    costs = {0: 5.0, 1: 4.0, 2: 1.0, 4: 3.0, TILES[0]: 2.0, TILES[1]: 1.5, None: 3.0, QUACK: 0.5}
     with_times(monkeypatch, costs.__getitem__)
     offsets = offsets_of(0, 10, 20, 20)
-    chosen = choose(blocks, dataflow, ROWS, partial(plain, offsets), offsets, ROWS)
-    assert chosen == Recipe(proj=2, fc1=2, fc2=2, tile=TILES[1])
+    assert chosen_by(blocks, offsets) == Recipe(proj=2, fc1=2, fc2=2, attention=TILES[1])
+    chosen = chosen_by(blocks, offsets, gemms=(QUACK,))
+    assert chosen == Recipe(QUACK, 2, QUACK, 2, TILES[1])  # what adds to the stream stays with cuBLAS
     assert offsets.tolist() == [0, 10, 20, 20]  # as they were
-    assert (
-        str(chosen) == "attention by the kernel for short sequences; products in parts: proj in 2, fc1 in 2, fc2 in 2"
+    assert chosen.words() == {
+        "attention": "Triton, 128 x 64", "qkv": "quack, 128 x 160", "proj": "2 parts", "fc1": "quack, 128 x 160",
+        "fc2": "2 parts",
+    }  # fmt: skip
+    assert set(Recipe().words().values()) == {"vLLM's"}
+    assert Recipe(fc1=1, attention=FLASH4[0]).words()["fc1"] == "bias behind"
+    assert Recipe(attention=FLASH4[0]).words()["attention"] == "FlashAttention 4, 128 x 128"
+
+
+def test_every_way_of_every_step_is_run(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed works: nothing is refused, and the first of equals is vLLM's."""
+    without_a_gpu(monkeypatch)
+    monkeypatch.setattr(gemm, "linear", in_torch)
+    offsets = offsets_of(0, 24, 48)
+    chosen = chosen_by(blocks, offsets, gemms=(QUACK,))
+    assert chosen == Recipe()
+    assert chosen.refused == ()
+
+
+def test_a_wrong_product_is_never_chosen(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_a_gpu(monkeypatch, iter(range(1000, 0, -1)).__next__)  # the later the faster
+
+    def wrong(*given: Any, **named: Any) -> Any:
+        return in_torch(*given, **named) * 1.05
+
+    monkeypatch.setattr(gemm, "linear", wrong)
+    offsets = offsets_of(0, 24, 48)
+    chosen = chosen_by(blocks, offsets, gemms=(QUACK,))
+    assert not isinstance(chosen.qkv, Gemm)
+    assert not isinstance(chosen.fc1, Gemm)
+    assert chosen.refused == ("qkv by quack, 128 x 160: another result", "fc1 by quack, 128 x 160: another result")
+
+
+def test_what_cannot_be_compiled_is_left_out_and_said(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_a_gpu(monkeypatch, iter(range(1000, 0, -1)).__next__)
+
+    def fails(*given: Any, **named: Any) -> Any:
+        raise RuntimeError("no such tile\nand a trace")
+
+    monkeypatch.setattr(gemm, "linear", fails)
+    offsets = offsets_of(0, 24, 48)
+    chosen = chosen_by(blocks, offsets, with_attention(fails), gemms=(QUACK,))
+    assert chosen == Recipe(0, 4, 4, 4)
+    assert chosen.refused == (
+        *(f"attention by {tile}: RuntimeError no such tile" for tile in TILES),
+        "qkv by quack, 128 x 160: RuntimeError no such tile",
+        "fc1 by quack, 128 x 160: RuntimeError no such tile",
     )
+    assert offsets.tolist() == [0, 24, 48]
+
+
+def test_vllms_own_way_has_to_work(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_a_gpu(monkeypatch)
+
+    def fails(*given: Any) -> Any:
+        raise RuntimeError("broken")
+
+    offsets = offsets_of(0, 24, 48)
+    with pytest.raises(RuntimeError, match="broken"):
+        chosen_by(blocks, offsets, vllm=fails)
+    assert offsets.tolist() == [0, 24, 48]
+    monkeypatch.setattr(blocks[0].mlp.fc2, "forward", fails)
+    with pytest.raises(RuntimeError, match="broken"):
+        chosen_by(blocks, offsets)
+
+
+def test_where_quacks_products_can_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda:0")
+    found: dict[str, object] = {"quack": object()}
+    monkeypatch.setattr("importlib.util.find_spec", found.get)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    capability = {"found": (9, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability["found"])
+    assert gemm.refusal(gpu) is None
+    assert gemm.refusal(torch.device("cpu")) is not None
+    found.clear()
+    assert gemm.refusal(gpu) == "quack-kernels is not installed"
+    capability["found"] = (10, 0)
+    assert "Hopper" in str(gemm.refusal(gpu))
+
+
+def test_small_graphs_try_small_tiles_and_large_ones_large() -> None:
+    assert not set(gemm.candidates(256)) & set(gemm.candidates(8192))
+    assert set(gemm.candidates(1024)) == set(gemm.candidates(256)) | set(gemm.candidates(8192))
 
 
 @pytest.mark.parametrize(("several", "one", "wins"), [(0.5, 3.0, False), (3.0, 0.5, False), (0.25, 3.0, True)])
@@ -112,15 +252,14 @@ def test_one_sequence_and_several_count_alike(
         return 1.0 if way is None or isinstance(way, int) else several if int(offsets[1]) < ROWS else one
 
     with_times(monkeypatch, cost)
-    tile = choose(blocks, dataflow, ROWS, partial(plain, offsets), offsets, ROWS).tile
-    assert (tile is not None) == wins
+    assert (chosen_by(blocks, offsets).attention is not None) == wins
 
 
 def test_more_slots_than_rows_are_tried_with_a_row_each(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As graphs for videos have; sequences of no rows would say nothing, and nothing would seem right."""
     with_times(monkeypatch, lambda way: 0.5 if way == TILES[1] else 1.0)
     offsets = offsets_of(0, *[ROWS] * (2 * ROWS))
-    assert choose(blocks, dataflow, ROWS, partial(plain, offsets), offsets, ROWS).tile == TILES[1]
+    assert chosen_by(blocks, offsets).attention == TILES[1]
 
 
 def test_what_lies_behind_the_sequences_does_not_count(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +271,7 @@ def test_what_lies_behind_the_sequences_does_not_count(blocks: Any, monkeypatch:
         dataflow.attend(rows, offsets, ROWS, SIZE**-0.5, made, TILES[0])
         return made
 
-    assert choose(blocks, dataflow, ROWS, unset, offsets, ROWS).tile == TILES[0]
+    assert chosen_by(blocks, offsets, vllm=unset).attention == TILES[0]
 
 
 def test_an_attention_that_is_wrong_is_never_chosen(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,13 +283,11 @@ def test_an_attention_that_is_wrong_is_never_chosen(blocks: Any, monkeypatch: py
             dataflow.attend(*given)
             given[4].mul_(by)
 
-        assert choose(blocks, with_attention(attend), ROWS, partial(plain, offsets), offsets, ROWS).tile is None
+        assert chosen_by(blocks, offsets, with_attention(attend)).attention is None
 
 
-def with_attention(attend: Callable[..., None], **more: Any) -> Any:
-    """The functions of `dataflow`, but for attention."""
-    own = {name: getattr(dataflow, name) for name in dataflow.KERNELS}
-    return SimpleNamespace(**own | {"attend": attend} | more)
+def with_attention(attend: Callable[..., None]) -> Any:
+    return SimpleNamespace(attend=attend)
 
 
 @pytest.mark.parametrize(("dtype", "chosen"), [(torch.bfloat16, True), (torch.float32, False)])
@@ -160,7 +297,7 @@ def test_rounding_is_allowed_as_the_dtype_rounds(
     """A thousandth apart is less than bfloat16 rounds, and what TF32 makes of float32."""
     with_times(monkeypatch, lambda way: 1.0 if way is None else 0.1)
     for block in blocks:
-        for module in (block.attn.proj, block.mlp.fc1, block.mlp.fc2, block.norm1):
+        for module in (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2, block.norm1):
             module.to(dtype)
     offsets = offsets_of(0, 24, 48)
 
@@ -168,27 +305,7 @@ def test_rounding_is_allowed_as_the_dtype_rounds(
         dataflow.attend(rows, offsets, *given)
         given[2].mul_(1.001 if dtype == torch.float32 else 1.004)
 
-    recipe = choose(blocks, with_attention(attend), ROWS, partial(plain, offsets), offsets, ROWS)
-    assert (recipe.tile is not None) == chosen
-
-
-def test_a_tile_without_room_on_this_gpu_is_left_out(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class OutOfResourcesError(Exception):
-        pass
-
-    def attend(*given: Any) -> None:
-        if given[5] == TILES[0]:
-            raise OutOfResourcesError
-        dataflow.attend(*given)
-
-    with_times(monkeypatch, lambda way: {None: 1.0, TILES[0]: 0.1, TILES[1]: 0.5}.get(way, 1.0))
-    offsets = offsets_of(0, 24, 48)
-    kernels = with_attention(attend, REFUSED=OutOfResourcesError)
-    assert choose(blocks, kernels, ROWS, partial(plain, offsets), offsets, ROWS).tile == TILES[1]
-    kernels = with_attention(attend, REFUSED=ZeroDivisionError)
-    with pytest.raises(OutOfResourcesError):  # what else goes wrong is no reason to do without
-        choose(blocks, kernels, ROWS, partial(plain, offsets), offsets, ROWS)
-    assert offsets.tolist() == [0, 24, 48]
+    assert (chosen_by(blocks, offsets, with_attention(attend)).attention is not None) == chosen
 
 
 def test_steps_are_timed_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,10 +323,12 @@ def test_steps_are_timed_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe._side.cache_clear()
 
 
-def test_large_graphs_are_not_measured(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_graphs_keep_their_products_whole(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipe, "MOST_ROWS", ROWS - 1)
+    with_times(monkeypatch, lambda way: 0.5 if way == QUACK else 1.0 if way in (0, None) else 0.1)
     offsets = offsets_of(0, 48)
-    assert choose(blocks, dataflow, ROWS, partial(plain, offsets), offsets, ROWS) == Recipe()
+    ways: dict[Any, Any] = {None: partial(plain, offsets)}
+    assert choose(blocks, dataflow, ROWS, ways, (QUACK,), offsets) == Recipe(qkv=QUACK, fc1=QUACK)
 
 
 def test_quantised_layers_keep_their_own_product(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,5 +337,5 @@ def test_quantised_layers_keep_their_own_product(blocks: Any, monkeypatch: pytes
         block.attn.proj.weight = torch.nn.Parameter(block.attn.proj.weight.to(torch.float64), requires_grad=False)
         monkeypatch.setattr(block.attn.proj, "forward", lambda x: (x.clone(), None))
     offsets = offsets_of(0, 48)
-    chosen = choose(blocks, dataflow, ROWS, partial(plain, offsets), offsets, ROWS)
+    chosen = chosen_by(blocks, offsets)
     assert (chosen.proj, chosen.fc1) == (0, 1)

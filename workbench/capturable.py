@@ -189,18 +189,34 @@ class Case(Record, frozen=True):
     beside_videos: bool = False
 
 
+class Steps(Record, frozen=True):
+    """How graphs of so many rows compute the steps of a block, in words; "vLLM's" is vLLM's own way.
+
+    Attributes:
+        refused: ways that were offered and could not be tried, and why.
+    """
+
+    rows: int
+    attention: str
+    qkv: str
+    proj: str
+    fc1: str
+    fc2: str
+    refused: list[str] = []
+
+
 class Captured(Record, frozen=True):
     """The graphs of one column.
 
     Attributes:
         schedules: how attention is planned, see `variants.fused.Fused`.
-        recipes: how graphs of so many rows compute their steps, see `variants.recipe`.
+        recipes: of variants that measure them, see `variants.recipe`.
     """
 
     column: str
     costs: list[CaptureCost]
     schedules: list[str] = []
-    recipes: list[str] = []
+    recipes: list[Steps] = []
 
 
 class Ladder(Record, frozen=True):

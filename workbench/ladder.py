@@ -15,7 +15,19 @@ from typing import TYPE_CHECKING, Literal
 
 import pandas as pd
 
-from workbench.capturable import ALL, FALLBACK, GRAPH, SERVED, Boundary, Case, Column, Ladder, MappedModule, ModuleMap
+from workbench.capturable import (
+    ALL,
+    FALLBACK,
+    GRAPH,
+    SERVED,
+    Boundary,
+    Case,
+    Column,
+    Ladder,
+    MappedModule,
+    ModuleMap,
+    Steps,
+)
 from workbench.models import ModelFacts, model_facts
 from workbench.run import ARM_TITLES
 from workbench.stats import ratio, summary
@@ -292,31 +304,26 @@ def overview(every: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows).astype({"nodes before": "Int64", "nodes": "Int64"})
 
 
-# As `variants.recipe` says it.
-_RECIPE = re.compile(r"([\d,]+) rows: attention (?:by the|in) (.+); products (?:in parts: )?(.+)")
+STEPS_OF_A_BLOCK = ("qkv", "attention", "proj", "fc1", "fc2")
 
 
 def recipes(ladder: Ladder) -> pd.DataFrame:
-    """One row per size of graph: how variants that measure it compute attention and the products of a block.
+    """One row per size of graph: how variants that measure it compute the steps of a block, in order.
 
     Each captured column measures by itself (`variants.recipe`); ways that only some of them chose stand side by side.
     Empty for encoders whose variants measure nothing.
     """
-    ways: dict[int, dict[tuple[str, str], None]] = {}
+    chosen: dict[int, list[Steps]] = {}
     for one in ladder.captured:
-        for found in filter(None, map(_RECIPE.fullmatch, one.recipes)):
-            ways.setdefault(int(found[1].replace(",", "")), {})[found[2], found[3]] = None
+        for steps in one.recipes:
+            chosen.setdefault(steps.rows, []).append(steps)
     merge = model_facts(ladder.model.key).merge ** 2
     rows = [
-        {
-            "budget": rows // merge,
-            "rows": rows,
-            "attention": " or ".join(dict.fromkeys(attention for attention, _ in chosen)),
-            "products in parts": " or ".join(dict.fromkeys(parts for _, parts in chosen)),
-        }
-        for rows, chosen in sorted(ways.items())
+        {"budget": rows // merge, "rows": rows}
+        | {step: " or ".join(dict.fromkeys(getattr(steps, step) for steps in found)) for step in STEPS_OF_A_BLOCK}
+        for rows, found in sorted(chosen.items())
     ]
-    return pd.DataFrame(rows, columns=["budget", "rows", "attention", "products in parts"])
+    return pd.DataFrame(rows, columns=["budget", "rows", *STEPS_OF_A_BLOCK])
 
 
 def schedules(ladder: Ladder) -> list[str]:

@@ -178,6 +178,8 @@ def show_ladder(ladder: "Ladder") -> None:
     """Print one table per case: milliseconds, GPU time, nodes, and parity beside the noise floor."""
     from rich.console import Console
 
+    from workbench.ladder import STEPS_OF_A_BLOCK
+
     console = Console(highlight=False)
     if ladder.replay == "static_replay":
         console.print("Static replays on the CPU: outputs are compared, times say nothing about CUDA graphs.")
@@ -188,8 +190,11 @@ def show_ladder(ladder: "Ladder") -> None:
     for captured in ladder.captured:
         for schedule in captured.schedules:
             console.print(f"{captured.column}: attention is planned {schedule}", markup=False)
-        for recipe in captured.recipes:
-            console.print(f"{captured.column}: {recipe}", markup=False)
+        for steps in captured.recipes:
+            said = ", ".join(f"{step} {getattr(steps, step)}" for step in STEPS_OF_A_BLOCK)
+            console.print(f"{captured.column}: {steps.rows:,} rows: {said}", markup=False)
+            for reason in steps.refused:
+                console.print(f"{captured.column}: {steps.rows:,} rows: not tried: {reason}", markup=False)
     for note in ladder.notes:
         console.print(note, markup=False)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from workbench.capturable import ALL, GRAPH, SERVED
-from workbench.ladder import BASELINES, COMBINED, FAR, HEAVY, OUTSIDE_MODULES, last_step, title
+from workbench.ladder import BASELINES, COMBINED, FAR, HEAVY, OUTSIDE_MODULES, STEPS_OF_A_BLOCK, last_step, title
 
 _GRAPH, _ALL = title(GRAPH), title(ALL)
 _VS_GRAPH = f"vs {_GRAPH}"
@@ -124,18 +124,23 @@ def inside_the_call(table: pd.DataFrame) -> str:
 
 def recipes(table: pd.DataFrame, schedules: Sequence[str]) -> str:
     """From `ladder.recipes` and `ladder.schedules`: where a block is computed otherwise than by vLLM."""
-    other = table[(table["attention"] != "vLLM's way") | (table["products in parts"] != "whole")]
-    text = "Before it captures a graph of a size, *fused* measures how this GPU computes a block fastest."
+    steps = table[list(STEPS_OF_A_BLOCK)]
+    other = table[(steps != "vLLM's").any(axis="columns")]
+    text = "Before it captures a graph of a size, *fused* measures how this GPU computes each step of a block fastest."
     if not len(other):
         text += " Here that is vLLM's way everywhere."
+    elif len(other) == len(table):
+        text += " At every budget some steps are computed in another way than vLLM's."
     else:
-        own = table[~table.index.isin(other.index)]["budget"]
-        text += f" Up to budget {other['budget'].max():,} that is another way than vLLM's"
-        text += f"; from {own.min():,} on it is vLLM's." if len(own) else "."
-    unlike = table[(table["attention"] + table["products in parts"]).str.contains(" or ")]["budget"]
+        text += f" At {_budgets(other)} some steps are computed in another way than vLLM's."
+    unlike = table[steps.apply(lambda column: column.str.contains(" or ")).any(axis="columns")]
     if len(unlike):
-        text += f" At budget {', '.join(map('{:,}'.format, unlike))} not all captures chose the same."
+        text += f" At {_budgets(unlike)} not all captures chose the same."
     return f"{text} Attention is planned {' or '.join(schedules)}." if schedules else text
+
+
+def _budgets(table: pd.DataFrame) -> str:
+    return f"budget {', '.join(map('{:,}'.format, table['budget']))}"
 
 
 def calls(table: pd.DataFrame) -> str:

@@ -60,6 +60,11 @@ class ErnieVariant(Model):  # type: ignore[misc]  # vLLM is untyped here
         )
         return metadata
 
+    def normed(self, norm: Any, x: torch.Tensor) -> torch.Tensor:
+        """Return a norm of [rows, width]; a variant may have a faster kernel."""
+        result: torch.Tensor = norm(x)
+        return result
+
     def kept(self, key: Hashable, compute: Callable[[], Values]) -> Values:
         """Return what `compute` makes for `key`; a variant that caches may have it already."""
         return compute()

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 
 from workbench.encoder.variants import dataflow
-from workbench.encoder.variants.recipe import TILES
+from workbench.encoder.variants.attention import TILES
 from workbench.errors import WorkbenchError
 
 Random = Callable[..., torch.Tensor]
@@ -132,7 +132,7 @@ def check_attention_plan() -> list[str]:
     from workbench.encoder.engine import require_vllm
 
     require_vllm()
-    from workbench.encoder.variants.fused import attention_plan
+    from workbench.encoder.variants.attention import attention_plan
 
     attention = SimpleNamespace(num_heads=16, num_kv_heads=16, head_size=80, scale=80**-0.5, _fa_version=3)
     found = []

@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import torch
 
-from workbench.encoder.variants.recipe import Tile
+from workbench.encoder.variants.attention import Tile
 
 # Every function that variant `fused` runs, here and in `kernels`.
-KERNELS = ("add_norm", "rotate", "quick_gelu", "attend")
+KERNELS = ("add_norm", "normed", "rotate", "quick_gelu", "attend")
 
 
 def add_norm(
@@ -22,6 +22,12 @@ def add_norm(
     hidden.add_(whole(update, offset))
     normed: torch.Tensor = norm(hidden)
     return normed
+
+
+def normed(x: torch.Tensor, norm: torch.nn.LayerNorm) -> torch.Tensor:
+    """Return `norm` of [rows, width] in a new tensor."""
+    result: torch.Tensor = norm(x)
+    return result
 
 
 def rotate(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

@@ -1,5 +1,8 @@
 """Triton kernels of variant `fused`. Statistics are float32, and results are rounded where vLLM rounds them.
 
+On Hopper a kernel is launched before the one in front of it has ended, and waits for it inside (programmatic dependent
+launch); and it lets the next one be launched at once.
+
 A product may come in parts, [parts, rows, width]: sums over shares of its inner dimension that are still to be added,
 and its bias too. The kernel that reads the product adds them up, in float32 and always in the same order.
 
@@ -13,15 +16,15 @@ import torch
 import triton
 import triton.language as tl
 
-from workbench.encoder.variants.recipe import Tile
+from workbench.encoder.variants.attention import Tile
 
 _ACTIVATION_BLOCK = 1024
 _LOG2_E = 1.4426950408889634
-_HEAD_BLOCK = 8
+_HEAD_BLOCK = 32
+# Rows up to which a rotation by more warps was faster on an H200.
+_WIDE_UP_TO = 2048
 # Columns of a tile of `attend`. With 16, Triton 3.6 read beside the tile on an H200: wrong products, or a fault.
 _NARROWEST = 32
-# What Triton raises where it cannot compile a kernel for this GPU, such as a tile above its shared memory.
-REFUSED = triton.TritonError
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -40,14 +43,16 @@ def _add_norm(hidden, update, offset, weight, bias, normed, step, parts: tl.cons
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     if early:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    x = _total(update + row + column, inside, step, parts)
-    if has_offset:
-        x += tl.load(offset + column, mask=inside, other=0.0).to(tl.float32)
-    x += tl.load(hidden + row + column, mask=inside, other=0.0).to(tl.float32)
-    x = x.to(hidden.dtype.element_ty)  # the residual stream is rounded before it is normalised
-    tl.store(hidden + row + column, x, mask=inside)
-    x = x.to(tl.float32)
+    x = tl.load(hidden + row + column, mask=inside, other=0.0).to(tl.float32)
+    if parts > 0:
+        added = _total(update + row + column, inside, step, parts)
+        if has_offset:
+            added += tl.load(offset + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = (x + added).to(hidden.dtype.element_ty)  # the residual stream is rounded before it is normalised
+        tl.store(hidden + row + column, rounded, mask=inside)
+        x = rounded.to(tl.float32)
     mean = tl.sum(x, 0) / width
     centred = tl.where(inside, x - mean, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
@@ -65,6 +70,7 @@ def _rotate(rows, cos, sin, stride, heads: tl.constexpr, half: tl.constexpr, hea
     s = tl.load(sin + row * half + feature, mask=feature < half, other=0.0)
     place = rows + row * stride + head * (2 * half) + feature
     if early:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     a = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(place + half, mask=inside, other=0.0).to(tl.float32)
@@ -77,6 +83,7 @@ def _quick_gelu(values, offset, result, count, parts: tl.constexpr, has_offset: 
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = place < count
     if early:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     x = _total(values + place, inside, count, parts)
     if has_offset:
@@ -96,6 +103,7 @@ def _attend(rows, offsets, context, stride, scale, heads: tl.constexpr, size: tl
     if first >= end:
         return
     if early:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     feature = tl.arange(0, block)[None, :]
     query = (first + tl.arange(0, query_block))[:, None]
@@ -133,15 +141,27 @@ def add_norm(
         update: [rows, width] or [parts, rows, width].
         offset: the product's bias [width], where it is still to be added.
     """
+    return _norm_launched(hidden, update, offset, norm, _parts(update))
+
+
+def normed(x: torch.Tensor, norm: torch.nn.LayerNorm) -> torch.Tensor:
+    """Return `norm` of [rows, width], contiguous, in a new tensor."""
+    return _norm_launched(x, x, None, norm, 0)
+
+
+def _norm_launched(
+    hidden: torch.Tensor, update: torch.Tensor, offset: torch.Tensor | None, norm: torch.nn.LayerNorm, parts: int
+) -> torch.Tensor:
     rows, width = hidden.shape
-    normed = torch.empty_like(hidden)
+    result = torch.empty_like(hidden)
     early = _early(hidden.device)
+    block = triton.next_power_of_2(width)
     _add_norm[(rows,)](
-        hidden, update, norm.bias if offset is None else offset, norm.weight, norm.bias, normed, rows * width,
-        _parts(update), offset is not None, width, triton.next_power_of_2(width), norm.eps, early, num_warps=4,
+        hidden, update, norm.bias if offset is None else offset, norm.weight, norm.bias, result, rows * width,
+        parts, offset is not None, width, block, norm.eps, early, num_warps=4 if block <= 2048 else 16,
         **_launch(early),
     )  # fmt: skip
-    return normed
+    return result
 
 
 def rotate(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -156,8 +176,8 @@ def rotate(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     early = _early(rows.device)
     grid = (count, triton.cdiv(heads, _HEAD_BLOCK))
     _rotate[grid](
-        rows, cos, sin, rows.stride(0), heads, half, _HEAD_BLOCK, triton.next_power_of_2(half), early, num_warps=2,
-        **_launch(early),
+        rows, cos, sin, rows.stride(0), heads, half, _HEAD_BLOCK, triton.next_power_of_2(half), early,
+        num_warps=8 if count <= _WIDE_UP_TO else 4, **_launch(early),
     )  # fmt: skip
 
 

@@ -28,7 +28,19 @@ import torch
 
 from workbench import roofline
 from workbench.budgets import Configuration
-from workbench.capturable import ALL, FALLBACK, GRAPH, SCHEMA_VERSION, SERVED, Captured, Case, Column, Ladder, ModuleMap
+from workbench.capturable import (
+    ALL,
+    FALLBACK,
+    GRAPH,
+    SCHEMA_VERSION,
+    SERVED,
+    Captured,
+    Case,
+    Column,
+    Ladder,
+    ModuleMap,
+    Steps,
+)
 from workbench.encoder import registry
 from workbench.encoder.boundary import probe
 from workbench.encoder.module_map import encoder_work, map_graph, sequence_lengths
@@ -286,12 +298,17 @@ def _columns(
                     column=title,
                     costs=costs,
                     schedules=sorted(set(schedules.values())),
-                    recipes=[f"{key[0]:,} rows: {recipe}" for key, recipe in recipes],
+                    recipes=[_steps(key[0], recipe) for key, recipe in recipes],
                 )
             )
             ways.append(_Way(title, changed.graph, takes, changed, tuple(variant.name for variant in variants)))
         run.add(captured=captured)
         yield ways
+
+
+def _steps(rows: int, recipe: Any) -> Steps:
+    """Put a recipe of variant `fused` on record; that module is imported only where it is attached."""
+    return Steps(rows=rows, **recipe.words(), refused=list(recipe.refused))
 
 
 @contextmanager

@@ -179,12 +179,12 @@ class ResamplerInGraph(ErnieVariant):
         x = resampler.spatial_conv_reshape(x, resampler.spatial_conv_size)
         x, _ = resampler.spatial_linear1(x)
         x, _ = resampler.spatial_linear2(resampler.spatial_gelu(x))
-        x = resampler.spatial_norm(x)
+        x = self.normed(resampler.spatial_norm, x)
         if first is not None and second is not None:
             x = torch.cat([x.index_select(0, first), x.index_select(0, second)], dim=-1)
             x, _ = resampler.temporal_linear1(x)
             x, _ = resampler.temporal_linear2(resampler.temporal_gelu(x))
-            x = resampler.temporal_norm(x)
+            x = self.normed(resampler.temporal_norm, x)
         x, _ = resampler.mlp(x)
         output: torch.Tensor = resampler.after_norm(x)
         return output
