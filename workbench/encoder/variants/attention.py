@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from workbench.encoder.variants.gemm import is_hopper
+
 # (vLLM's attention layer, rows [rows, 3 heads, size], context [rows, heads, size]) -> the result, often `context`.
 Attend = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
-
-_HOPPER = (9, 0)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def flash4_refusal(attention: Any, device: torch.device) -> str | None:
     """Say why FlashAttention 4 cannot be tried in place of `attention`; None where it can."""
     if not is_flash(attention):
         return "another backend was asked for"
-    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) != _HOPPER:
+    if not is_hopper(device):
         return "its tiles here are for Hopper"
     if importlib.util.find_spec("vllm.vllm_flash_attn.cute") is None or importlib.util.find_spec("quack") is None:
         return "this vLLM has none, or what it needs is not installed"

@@ -29,7 +29,7 @@ class Fused(ErnieVariant):
     """See the module.
 
     Attributes:
-        kernels: module that holds `add_norm`, `rotate`, `quick_gelu` and `attend`.
+        kernels: module that holds the functions of `dataflow.KERNELS`.
         in_triton: `kernels` are Triton's, and steps are measured in several ways.
         recipes: (rows, sequence slots, longest sequence) -> how a graph of that shape computes its steps.
         plan_attention: let FlashAttention 3 plan the blocks' attention once per call. Off unless

@@ -53,9 +53,15 @@ _LARGE = (
 )
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Tell whether `device` is an NVIDIA GPU of that generation, which the tilings here were found on."""
+    nvidia = device.type == "cuda" and torch.version.cuda is not None  # AMD's GPUs are of that type too
+    return nvidia and torch.cuda.get_device_capability(device) == _HOPPER
+
+
 def refusal(device: torch.device) -> str | None:
     """Say why quack's products cannot be tried on `device`; None where they can."""
-    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) != _HOPPER:
+    if not is_hopper(device):
         return "its tiles here are for Hopper"
     if importlib.util.find_spec("quack") is None:
         return "quack-kernels is not installed"

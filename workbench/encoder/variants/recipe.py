@@ -26,8 +26,9 @@ MOST_ROWS = 2048
 _PARTS = (0, 1, 2, 4)
 _ROUNDS = 5
 _REPLAYS = 4
-# Relative RMS in units of the last place: two attention kernels that round differently lie a quarter of one apart. A
-# product in TF32 is thousands of float32's away, so models of that dtype keep vLLM's attention.
+# Relative RMS in units of the last place, of attention and of quack's products: two attention kernels that round
+# differently lie a quarter of one apart. A product in TF32 is thousands of float32's away, so models of that dtype keep
+# vLLM's attention.
 _APART_ULPS = 1.25
 
 _NEVER = float("inf")
