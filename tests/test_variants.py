@@ -240,7 +240,7 @@ def test_without_the_temporal_part_there_are_images_only(plain: EncoderSession) 
         with plain.with_variants(["resampler"]) as session:
             assert session.manager.config.modalities == ["image"]
             session.capture()
-            assert "temporal_first" not in buffers(session, 16)
+            assert "temporal" not in buffers(session, 16)
             inputs = plain.inputs([(1, 4, 6), (1, 8, 8)])
             assert same(session.graph(inputs), plain.eager_served(inputs))
     finally:
@@ -495,11 +495,11 @@ def test_fused_refuses_what_it_was_not_written_for(plain: EncoderSession, monkey
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.integers(1, 9)), min_size=1, max_size=12))
 def test_narrow_copies_leave_what_zero_and_copy_leaves(steps: list[tuple[int, bool, int]]) -> None:
-    from workbench.encoder.variants.padding import HeldOffsets, NarrowCopy, repeat_last
+    from workbench.encoder.variants.padding import NarrowCopy, held_offsets, repeat_last
 
     values = {rows: torch.full((rows, 2), float(rows)) for rows in range(1, 10)}
     for immutable in (True, False):
-        copy, offsets = NarrowCopy(immutable), HeldOffsets()
+        copy = NarrowCopy(immutable)
         held = [torch.randn(9, 2), torch.randn(9, 2)]
         for _, which, rows in steps:
             buffer, value = held[which], values[rows]
@@ -508,7 +508,7 @@ def test_narrow_copies_leave_what_zero_and_copy_leaves(steps: list[tuple[int, bo
             expected[:rows] = value
             assert torch.equal(buffer, expected)
             line, repeated = torch.zeros(9), torch.zeros(9)
-            offsets(line, value[:, 0])
+            held_offsets(line, value[:, 0])
             repeat_last(repeated, value[:, 0])
             assert torch.equal(line, repeated)
             assert (line[rows:] == value[-1, 0]).all()

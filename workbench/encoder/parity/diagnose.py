@@ -162,31 +162,27 @@ def _position_findings(
 
 def _index_findings(lab: "Lab", batch: TapedBatch, grids: list[list[int]]) -> Iterator[tuple[str, str, str | None]]:
     """Check the rows that a resampler inside the graph merges: even frames with odd ones, an image with itself."""
-    if not lab.resamples or "temporal_first" not in batch.buffers:
+    if not lab.resamples or "temporal" not in batch.buffers:
         return
-    for key, expected in zip(
-        ("temporal_first", "temporal_second"), frame_rows(grids, lab.session.facts.merge), strict=True
-    ):
-        held = batch.buffers[key].tolist()
-        if held[: len(expected)] != expected:
-            yield "frame_pairs", f"{key} is not that of the grids {grids[:4]}", None
-        elif any(held[len(expected) :]):
-            yield "padding", f"{key} has values behind its {len(expected)} valid rows", None
+    held, expected = batch.buffers["temporal"].tolist(), frame_pairs(grids, lab.session.facts.merge)
+    if held[: len(expected)] != expected:
+        yield "frame_pairs", f"temporal is not that of the grids {grids[:4]}", None
+    elif any(held[len(expected) :]):
+        yield "padding", f"temporal has values behind its {len(expected)} valid entries", None
 
 
-def frame_rows(grids: list[list[int]], merge: int) -> tuple[list[int], list[int]]:
-    """Return the merged patches of even frames and of their successors; the only frame of an image is its own."""
-    even: list[int] = []
-    odd: list[int] = []
+def frame_pairs(grids: list[list[int]], merge: int) -> list[int]:
+    """Return each merged patch of an even frame, followed by that of the next frame; an image's frame is its own."""
+    pairs: list[int] = []
     start = 0
     for frames, height, width in grids:
         area = height * width // merge**2
         for frame in range(0, frames, 2):
-            even += range(start + frame * area, start + (frame + 1) * area)
-            after = min(frame + 1, frames - 1)
-            odd += range(start + after * area, start + (after + 1) * area)
+            step = area if frame + 1 < frames else 0
+            for patch in range(start + frame * area, start + (frame + 1) * area):
+                pairs += (patch, patch + step)
         start += frames * area
-    return even, odd
+    return pairs
 
 
 def _spoiled_findings(lab: "Lab", seen: "Observation", batch: TapedBatch) -> Iterator[tuple[str, str, str | None]]:

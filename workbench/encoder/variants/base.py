@@ -4,9 +4,11 @@ Import this module only after `engine.require_vllm`.
 """
 
 from collections.abc import Callable, Hashable, Mapping
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphReplayBuffers, EncoderItemSpec
 
 from workbench.encoder.variants.padding import Padding
 
@@ -20,6 +22,18 @@ Values = dict[str, torch.Tensor]
 
 # Key that a batch's dict carries its grids under, as Python ints.
 GRIDS = "workbench_grids"
+SPECS = 1024  # sequences of grids whose specs are kept
+
+
+def patches(grids: GridInts) -> int:
+    """Return how many patches the grids have together."""
+    return sum([t * h * w for t, h, w in grids])
+
+
+@lru_cache(maxsize=SPECS)
+def item_specs(grids: GridInts, merge: int) -> tuple[EncoderItemSpec, ...]:
+    """Return vLLM's specs of images; nobody writes to them, so calls of the same grids share them."""
+    return tuple(EncoderItemSpec(input_size=t * h * w, output_tokens=t * h * w // merge // merge) for t, h, w in grids)
 
 
 class ErnieVariant(Model):  # type: ignore[misc]  # vLLM is untyped here
@@ -28,6 +42,10 @@ class ErnieVariant(Model):  # type: ignore[misc]  # vLLM is untyped here
     def grids_of(self, mm_kwargs: Mapping[str, Any]) -> GridInts:
         """Return (t, h, w) in patches of each item of an image call, read on the host."""
         return tuple((t, h, w) for t, h, w in mm_kwargs["image_grid_thw"].tolist())
+
+    def grids_of_call(self, mm_kwargs: Mapping[str, Any]) -> GridInts:
+        """Return the same at the item specs, where a call or a batch begins."""
+        return self.grids_of(mm_kwargs)
 
     def get_encoder_cudagraph_config(self) -> Any:
         """Return vLLM's, with the buffers and padding logics that variants add."""
@@ -50,7 +68,7 @@ class ErnieVariant(Model):  # type: ignore[misc]  # vLLM is untyped here
         return max_batch_size
 
     def replay_metadata(self, grids: GridInts, max_batch_size: int) -> Values:
-        """Return the values of a replay's metadata buffers."""
+        """Compute the values of a replay's metadata buffers, which depend on the grids alone."""
         return self.tower_metadata(grids, max_batch_size)
 
     def tower_metadata(self, grids: GridInts, max_batch_size: int) -> Values:
@@ -73,48 +91,47 @@ class ErnieVariant(Model):  # type: ignore[misc]  # vLLM is untyped here
         self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
     ) -> Any:
         """Return the metadata of the batch and its pixel rows."""
-        from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphReplayBuffers
-
-        metadata = self.replay_metadata(self.grids_of(mm_kwargs), max_batch_size)
+        grids = self.grids_of(mm_kwargs)
+        metadata = self.kept((grids, max_batch_size), partial(self.replay_metadata, grids, max_batch_size))
         return EncoderCudaGraphReplayBuffers(values=metadata | {"pixel_values": mm_kwargs["pixel_values"]})
 
 
 class GridsOnce(ErnieVariant):
     """Reads a call's grids from their tensor once: the dict of a batch carries them on as Python ints."""
 
-    _last_grid: torch.Tensor | None = None
-    _last_grids: GridInts = ()
+    _read: tuple[torch.Tensor | None, GridInts] = (None, ())  # the call's tensor, and what it holds
 
     def grids_of(self, mm_kwargs: Mapping[str, Any]) -> GridInts:
         """Return the carried grids; those just read from the same tensor; or read them."""
-        if GRIDS in mm_kwargs:
-            carried: GridInts = mm_kwargs[GRIDS]
+        carried: GridInts | None = mm_kwargs.get(GRIDS)
+        if carried is not None:
             return carried
-        if mm_kwargs["image_grid_thw"] is self._last_grid:
-            return self._last_grids
-        return super().grids_of(mm_kwargs)
+        tensor, grids = self._read
+        return grids if mm_kwargs["image_grid_thw"] is tensor else super().grids_of(mm_kwargs)
+
+    def grids_of_call(self, mm_kwargs: Mapping[str, Any]) -> GridInts:
+        """Return the carried grids, or read them anew: a call's tensor may have been overwritten since the last one."""
+        carried: GridInts | None = mm_kwargs.get(GRIDS)
+        if carried is not None:
+            return carried
+        grids = super().grids_of(mm_kwargs)
+        # Not by nn.Module's setter, which looks through parameters and submodules first.
+        self.__dict__["_read"] = mm_kwargs["image_grid_thw"], grids
+        return grids
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> Any:
-        """Read the grids anew where a call begins: its tensor may have been overwritten since the last one."""
-        from vllm.v1.worker.encoder_cudagraph_defs import EncoderItemSpec
-
-        if GRIDS not in mm_kwargs:
-            self._last_grids = super().grids_of(mm_kwargs)
-            self._last_grid = mm_kwargs["image_grid_thw"]
-        area = self.vision_model.spatial_merge_size**2
-        return [
-            EncoderItemSpec(input_size=t * h * w, output_tokens=t * h * w // area)
-            for t, h, w in self.grids_of(mm_kwargs)
-        ]
+        """Return the specs of the grids, as vLLM's."""
+        return list(item_specs(self.grids_of_call(mm_kwargs), self.vision_model.spatial_merge_size))
 
     def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
         """Select the rows of `indices`, and hand their grids on."""
         grids = self.grids_of(mm_kwargs)
         selected = self.select_rows(mm_kwargs, grids, indices)
-        return selected | {GRIDS: tuple(grids[i] for i in indices)}
+        selected[GRIDS] = tuple([grids[i] for i in indices])
+        return selected
 
     def select_rows(self, mm_kwargs: dict[str, Any], grids: GridInts, indices: list[int]) -> dict[str, Any]:
-        """Return the batch's pixel rows and grid tensor; vLLM's way by default."""
+        """Return a new dict of the batch's pixel rows and grid tensor; vLLM's way by default."""
         selected: dict[str, Any] = super().select_encoder_cudagraph_items(
             {key: mm_kwargs[key] for key in ("pixel_values", "image_grid_thw")}, indices
         )

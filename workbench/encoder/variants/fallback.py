@@ -6,6 +6,7 @@ Import this module only after `engine.require_vllm`.
 from typing import Any
 
 import torch
+from vllm.model_executor.models import ernie45_vl
 
 from workbench.encoder.variants.base import ErnieVariant
 
@@ -42,6 +43,4 @@ class Fallback(ErnieVariant):
                 outputs, indices, per_item_out_tokens, dest, clone=clone, batch_mm_kwargs=batch_mm_kwargs
             )
             return
-        from vllm.model_executor.models import ernie45_vl
-
         ernie45_vl.scatter_output_slices(outputs["default"], indices, per_item_out_tokens, dest, clone)

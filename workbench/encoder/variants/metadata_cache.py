@@ -36,10 +36,11 @@ class TensorCache:
 
     def get(self, key: Hashable, compute: Callable[[], Values]) -> Values:
         """Return the value of `key`, computing it where it is not held."""
-        if key in self._values:
+        value = self._values.get(key)
+        if value is not None:
             self.hits += 1
             self._values.move_to_end(key)
-            return self._values[key]
+            return value
         self.misses += 1
         value = compute()
         self._values[key] = value
@@ -62,13 +63,8 @@ class MetadataCache(GridsOnce):
         self.batch_cache = TensorCache()
         self.item_cache = TensorCache()
 
-    def replay_metadata(self, grids: GridInts, max_batch_size: int) -> Values:
-        """Return the cached metadata of a batch with these grids, in this order."""
-        compute = super().replay_metadata
-        return dict(self.kept((grids, max_batch_size), lambda: compute(grids, max_batch_size)))
-
     def kept(self, key: Hashable, compute: Callable[[], Values]) -> Values:
-        """Return the batch's cached values."""
+        """Return the cached values of a batch with these grids, in this order."""
         return self.batch_cache.get(key, compute)
 
     def tower_metadata(self, grids: GridInts, max_batch_size: int) -> Values:

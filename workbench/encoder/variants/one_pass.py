@@ -6,36 +6,34 @@ zeroed only where the replay before left rows behind, and not written at all whe
 Import this module only after `engine.require_vllm`.
 """
 
-from itertools import accumulate, pairwise
 from typing import Any
 
-from workbench.encoder.variants.base import GridInts, GridsOnce
-from workbench.encoder.variants.padding import HeldOffsets, NarrowCopy, Padding
+from workbench.encoder.variants.base import GridInts, GridsOnce, patches
+from workbench.encoder.variants.padding import NarrowCopy, Padding, held_offsets
 
 
 class OnePass(GridsOnce):
     """See the module."""
 
     def __init_variant__(self) -> None:
-        """Make the notes of what buffers hold; `attach` calls it."""
+        """Make the copies; `attach` calls it."""
         self._pixels = NarrowCopy(immutable=False)  # pixel rows are the caller's, who may write them again
         self._metadata = NarrowCopy(immutable=True)
-        self._offsets = HeldOffsets()
 
     def padding_logic(self, key: str) -> Padding:
         """Return a narrow copy for every buffer; offsets repeat their last one, as vLLM's padding of them does."""
         if key == "cu_seqlens":
-            return self._offsets
+            return held_offsets
         return self._pixels if key == "pixel_values" else self._metadata
 
     def select_rows(self, mm_kwargs: dict[str, Any], grids: GridInts, indices: list[int]) -> dict[str, Any]:
         """Return a view where the items of the batch follow one another in the call, else vLLM's copy."""
-        side_by_side = indices and all(b == a + 1 for a, b in pairwise(indices))
-        if not side_by_side:
+        first = indices[0] if indices else 0
+        last = first + len(indices)
+        if not indices or indices != list(range(first, last)):
             return super().select_rows(mm_kwargs, grids, indices)
-        offsets = [0, *accumulate(t * h * w for t, h, w in grids)]
-        first, last = indices[0], indices[-1] + 1
-        return {
-            "pixel_values": mm_kwargs["pixel_values"][offsets[first] : offsets[last]],
-            "image_grid_thw": mm_kwargs["image_grid_thw"][first:last],
-        }
+        pixels, grid = mm_kwargs["pixel_values"], mm_kwargs["image_grid_thw"]
+        rows = patches(grids[first:last])
+        if rows < pixels.shape[0]:
+            pixels = pixels.narrow(0, patches(grids[:first]), rows)
+        return {"pixel_values": pixels, "image_grid_thw": grid if len(indices) == len(grids) else grid[first:last]}

@@ -1,14 +1,27 @@
 """How a replay's values get into a captured buffer, without touching more rows than needed.
 
 Each function has vLLM's signature of padding logics: (captured buffer, value of this batch), rows first.
+
+What a buffer holds is noted on the tensor object itself: the note ends with the buffer, and the buffer of a graph that
+is captured anew begins without one.
 """
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 Padding = Callable[[torch.Tensor, torch.Tensor], None]
+
+# Attribute of a captured buffer: (its rows that may differ from zero, the value it holds where that is remembered).
+# A value that is remembered is alive, so another tensor cannot be mistaken for it.
+_NOTE = "workbench_note"
+_Note = tuple[int, torch.Tensor | None]
+
+
+def _note_of(buffer: torch.Tensor) -> _Note:
+    """Return the buffer's note; without one, any row may differ from zero."""
+    note: _Note | None = getattr(buffer, _NOTE, None)
+    return (buffer.shape[0], None) if note is None else note
 
 
 def repeat_last(buffer: torch.Tensor, value: torch.Tensor) -> None:
@@ -29,41 +42,24 @@ class NarrowCopy:
 
     def __init__(self, immutable: bool) -> None:
         self._immutable = immutable
-        self._filled: MutableMapping[torch.Tensor, int] = (
-            WeakTensorKeyDictionary()
-        )  # captured buffer -> rows that may differ from zero
-        self._held: MutableMapping[torch.Tensor, torch.Tensor] = (
-            WeakTensorKeyDictionary()
-        )  # captured buffer -> the value it holds
 
     def __call__(self, buffer: torch.Tensor, value: torch.Tensor) -> None:
         """Make `buffer` hold `value` followed by zeros."""
-        if self._immutable and self._held.get(buffer) is value:
+        filled, held = _note_of(buffer)
+        if held is value:
             return
+        setattr(buffer, _NOTE, None)  # a copy that raises leaves the buffer in doubt
         rows = value.shape[0]
-        self._held.pop(buffer, None)  # a copy that raises leaves the buffer in doubt
-        filled = self._filled.pop(buffer, buffer.shape[0])
-        buffer[:rows].copy_(value, non_blocking=True)
+        buffer.narrow(0, 0, rows).copy_(value, non_blocking=True)
         if rows < filled:
-            buffer[rows:filled].zero_()
-        self._filled[buffer] = rows
-        if self._immutable:
-            self._held[buffer] = value
+            buffer.narrow(0, rows, filled - rows).zero_()
+        setattr(buffer, _NOTE, (rows, value if self._immutable else None))
 
 
-class HeldOffsets:
-    """`repeat_last`, skipped when the buffer already holds the value; values are never written after they were given.
-
-    A value that is held is alive, so another tensor cannot be mistaken for it.
-    """
-
-    def __init__(self) -> None:
-        self._held: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
-
-    def __call__(self, buffer: torch.Tensor, value: torch.Tensor) -> None:
-        """Make `buffer` hold `value`, its last offset repeated."""
-        if self._held.get(buffer) is value:
-            return
-        self._held.pop(buffer, None)
-        repeat_last(buffer, value)
-        self._held[buffer] = value
+def held_offsets(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    """`repeat_last`, skipped when the buffer already holds `value`, which is never written after it was given."""
+    if _note_of(buffer)[1] is value:
+        return
+    setattr(buffer, _NOTE, None)
+    repeat_last(buffer, value)
+    setattr(buffer, _NOTE, (buffer.shape[0], value))

@@ -1,45 +1,76 @@
 """Variant `resampler`: the resampler inside the graph, for images and videos.
 
-vLLM runs it after each replay because its temporal part builds two index arrays on the host. Here these arrays are
-buffers of the graph, filled before the replay like `cu_seqlens`. For video, budgets count what the graph computes,
+vLLM runs it after each replay because its temporal part builds two index arrays on the host. Here they are, in turn,
+one buffer of the graph, filled before the replay like `cu_seqlens`. For video, budgets count what the graph computes,
 patches / merge²; each item's own output has half as many rows, since the temporal part merges frames in pairs.
 
 Import this module only after `engine.require_vllm`.
 """
 
-from functools import partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.model_executor.models import ernie45_vl
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.encoder_cudagraph_defs import EncoderItemSpec
 
-from workbench.encoder.variants.base import ErnieVariant, GridInts, Values
+from workbench.encoder.variants.base import SPECS, ErnieVariant, GridInts, Values, item_specs
 from workbench.encoder.variants.padding import Padding, repeat_last
 
-INDICES = ("temporal_first", "temporal_second")
+TEMPORAL = "temporal"
 # A frame counts as at least this many tokens, so that a budget's tokens bound its frames. The processor's smallest
 # image, 56 x 56 pixels, has four.
 TOKENS_PER_FRAME = 4
 _FRAMES_PER_VIDEO = 32  # what the manager multiplies by max items; not zero is all that matters here
 
 
-def temporal_indices(grids: GridInts, merge: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows of even and of odd frames, in units of merged patches; a single frame is its own partner.
+def temporal_pairs(grids: GridInts, merge: int) -> NDArray[np.int64]:
+    """Return, [2 * rows], for each row that comes out the merged patch of an even frame and that of the next frame.
+
+    A single frame is its own partner.
 
     Raises:
         ValueError: an odd number of frames above one, which has no pairs.
     """
-    first, second = [], []
+    pairs = []
     offset = 0
     for t, h, w in grids:
         if t > 1 and t % 2:
             raise ValueError(f"a video of {t} frames cannot be merged in pairs; give an even number of frames")
         frames = (np.arange(t * h * w // merge**2) + offset).reshape(t, -1)
-        first.append(frames[0::2].ravel())
-        second.append((frames[1::2] if t > 1 else frames).ravel())
+        pairs.append(np.stack([frames[0::2], frames[1::2] if t > 1 else frames], axis=-1).ravel())
         offset += frames.size
-    return np.concatenate(first), np.concatenate(second)
+    return np.concatenate(pairs)
+
+
+@lru_cache(maxsize=SPECS)
+def checked_specs(grids: GridInts, merge: int, pairs: int | None) -> tuple[EncoderItemSpec, ...]:
+    """Return the specs of images, or of videos whose frames are merged by `pairs`.
+
+    Raises:
+        ValueError: a grid that the merge does not divide, a video of an odd number of frames.
+    """
+    for t, h, w in grids:
+        if h % merge or w % merge:
+            raise ValueError(f"the grid {t} x {h} x {w} is not divisible by the merge of {merge}; resize the input")
+        if pairs and t % pairs:
+            raise ValueError(
+                f"a video of {t} frames cannot be merged in pairs, by vLLM's eager path neither; repeat its last frame"
+            )
+    specs = item_specs(grids, merge)
+    if not pairs:
+        return specs
+    return tuple(
+        EncoderItemSpec(
+            input_size=spec.input_size,
+            output_tokens=spec.output_tokens // pairs,
+            path_output_tokens={"default": max(spec.output_tokens, TOKENS_PER_FRAME * frames)},
+        )
+        for spec, (frames, _, _) in zip(specs, grids, strict=True)
+    )
 
 
 class ResamplerInGraph(ErnieVariant):
@@ -54,8 +85,8 @@ class ResamplerInGraph(ErnieVariant):
         return config
 
     def more_buffers(self) -> tuple[str, ...]:
-        """Add the index arrays."""
-        return (*super().more_buffers(), *(INDICES if self.resampler_model.use_temporal_conv else ()))
+        """Add the indices."""
+        return (*super().more_buffers(), *((TEMPORAL,) if self.resampler_model.use_temporal_conv else ()))
 
     def padding_logic(self, key: str) -> Padding | None:
         """Let offsets repeat their last one: there are more slots than vLLM's padding fills. Zero is an index."""
@@ -69,34 +100,9 @@ class ResamplerInGraph(ErnieVariant):
         Raises:
             ValueError: a grid that the merge does not divide, a video of an odd number of frames.
         """
-        from vllm.v1.worker.encoder_cudagraph_defs import EncoderItemSpec
-
-        specs = super().get_encoder_cudagraph_item_specs(_as_images(mm_kwargs))
-        grids = self.grids_of(_as_images(mm_kwargs))
-        video = _is_video(mm_kwargs)
-        for grid in grids:
-            self._check_grid(grid, video)
-        if not video:
-            return specs
-        pairs = self.resampler_model.temporal_conv_size
-        return [
-            EncoderItemSpec(
-                input_size=spec.input_size,
-                output_tokens=spec.output_tokens // pairs,
-                path_output_tokens={"default": max(spec.output_tokens, TOKENS_PER_FRAME * frames)},
-            )
-            for spec, (frames, _, _) in zip(specs, grids, strict=True)
-        ]
-
-    def _check_grid(self, grid: tuple[int, int, int], video: bool) -> None:
-        t, h, w = grid
-        merge = self.vision_model.spatial_merge_size
-        if h % merge or w % merge:
-            raise ValueError(f"the grid {t} x {h} x {w} is not divisible by the merge of {merge}; resize the input")
-        if video and t % self.resampler_model.temporal_conv_size:
-            raise ValueError(
-                f"a video of {t} frames cannot be merged in pairs, by vLLM's eager path neither; repeat its last frame"
-            )
+        grids = self.grids_of_call(_as_images(mm_kwargs))
+        pairs = self.resampler_model.temporal_conv_size if _is_video(mm_kwargs) else None
+        return list(checked_specs(grids, self.vision_model.spatial_merge_size, pairs))
 
     def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
         """Select a batch; a video's keeps the names of videos."""
@@ -137,7 +143,7 @@ class ResamplerInGraph(ErnieVariant):
         path: str = "default",
         axis_keys: Any = None,
     ) -> Any:
-        """Add the index buffers, and room for the frames of videos."""
+        """Add the indices, and room for the frames of videos."""
         inputs = super().prepare_encoder_cudagraph_capture_inputs(
             token_budget, max_batch_size, max_frames_per_batch, device, dtype, path, axis_keys
         )
@@ -145,7 +151,7 @@ class ResamplerInGraph(ErnieVariant):
             return inputs
         values = inputs.values
         rows = values["pixel_values"].shape[0] // self.vision_model.spatial_merge_size**2
-        values |= {name: torch.arange(rows, device=device) for name in INDICES}
+        values[TEMPORAL] = torch.arange(rows, device=device).repeat_interleave(2)
         offsets = values["cu_seqlens"]
         slots = self.sequence_slots(token_budget, max_batch_size, max_frames_per_batch)
         if slots + 1 > offsets.shape[0]:
@@ -154,34 +160,27 @@ class ResamplerInGraph(ErnieVariant):
         return inputs
 
     def replay_metadata(self, grids: GridInts, max_batch_size: int) -> Values:
-        """Add the index arrays. Rows behind them are zero, and row 0 exists."""
+        """Add the indices. Those behind them are zero, and row 0 exists."""
         values = super().replay_metadata(grids, max_batch_size)
         if self.resampler_model.use_temporal_conv:
-            values |= self.kept((INDICES, grids), partial(self._indices, grids))
+            pairs = temporal_pairs(grids, self.vision_model.spatial_merge_size)
+            values[TEMPORAL] = async_tensor_h2d(pairs, self.vision_model.device)
         return values
-
-    def _indices(self, grids: GridInts) -> Values:
-        from vllm.utils.torch_utils import async_tensor_h2d
-
-        indices = temporal_indices(grids, self.vision_model.spatial_merge_size)
-        return {
-            name: async_tensor_h2d(rows, self.vision_model.device) for name, rows in zip(INDICES, indices, strict=True)
-        }
 
     def encoder_cudagraph_forward(self, values: dict[str, torch.Tensor], path: str = "default") -> torch.Tensor:
         """Run the tower and the resampler; [budget, out width], of a video's rows only half."""
         features = super().encoder_cudagraph_forward(values, path)
-        return self.resample(features, values.get(INDICES[0]), values.get(INDICES[1]))
+        return self.resample(features, values.get(TEMPORAL))
 
-    def resample(self, x: torch.Tensor, first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor:
-        """Run vLLM's resampler on [patches, width] features, its index arrays given as tensors."""
+    def resample(self, x: torch.Tensor, temporal: torch.Tensor | None) -> torch.Tensor:
+        """Run vLLM's resampler on [patches, width] features, the rows it pairs given as a tensor [2 * rows]."""
         resampler = self.resampler_model
         x = resampler.spatial_conv_reshape(x, resampler.spatial_conv_size)
         x, _ = resampler.spatial_linear1(x)
         x, _ = resampler.spatial_linear2(resampler.spatial_gelu(x))
         x = self.normed(resampler.spatial_norm, x)
-        if first is not None and second is not None:
-            x = torch.cat([x.index_select(0, first), x.index_select(0, second)], dim=-1)
+        if temporal is not None:
+            x = x.index_select(0, temporal).view(-1, 2 * x.shape[1])
             x, _ = resampler.temporal_linear1(x)
             x, _ = resampler.temporal_linear2(resampler.temporal_gelu(x))
             x = self.normed(resampler.temporal_norm, x)
@@ -199,8 +198,6 @@ class ResamplerInGraph(ErnieVariant):
         batch_mm_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Cut the merged rows into items."""
-        from vllm.model_executor.models import ernie45_vl
-
         ernie45_vl.scatter_output_slices(outputs["default"], indices, per_item_out_tokens, dest, clone)
 
 

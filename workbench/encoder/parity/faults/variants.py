@@ -12,7 +12,7 @@ from workbench.encoder.parity.faults.planting import Values, changed_values, fau
 from workbench.encoder.parity.lab import Lab
 
 ERNIE, GLM = ("ernie45_vl",), ("glm4_1v",)
-_INDICES = ("temporal_first", "temporal_second")
+_INDICES = "temporal"
 
 
 # Caches and buffers ------------------------------------------------------------------------------------------------
@@ -55,10 +55,9 @@ def temporal_indices_stale(lab: Lab) -> Iterator[None]:
     before: Values = {}
 
     def change(values: Values, _grids: list[list[int]]) -> None:
-        own = {key: values[key] for key in _INDICES}
-        # Another budget's buffer may be shorter.
-        values |= {key: before.get(key, own[key])[: len(own[key])] for key in _INDICES}
-        before.update(own)
+        own = values[_INDICES]
+        values[_INDICES] = before.get(_INDICES, own)[: len(own)]  # another budget's buffer may be shorter
+        before[_INDICES] = own
 
     with changed_values(lab, change):
         yield
