@@ -5,6 +5,7 @@ Static replays of a small encoder: what the manager packs, copies and pads is vL
 
 import random
 import re
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from workbench.budgets import Configuration
 from workbench.errors import WorkbenchError
+from workbench.models import Modality
 
 pytestmark = pytest.mark.engine
 
@@ -215,8 +217,9 @@ def test_odd_frames_are_refused_as_the_eager_path_refuses_them(video: EncoderSes
     inputs = video.inputs([(frames, 4, 4)], "video")
     with pytest.raises(RuntimeError):
         video.eager_served(inputs)
-    with pytest.raises(ValueError, match=f"{frames} frames cannot be merged in pairs"):
-        video.graph(inputs)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"{frames} frames cannot be merged in pairs"):
+            video.graph(inputs)
 
 
 def test_a_grid_that_the_merge_does_not_divide_is_refused(video: EncoderSession) -> None:
@@ -525,6 +528,106 @@ def test_a_copy_that_fails_is_not_believed_to_have_happened() -> None:
     buffer.fill_(7)
     copy(buffer, small)
     assert torch.equal(buffer, torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]))
+
+
+def test_offsets_that_fail_to_be_copied_are_not_believed_to_be_held() -> None:
+    from workbench.encoder.variants.padding import held_offsets
+
+    buffer, short, long = torch.zeros(4), torch.tensor([0.0, 2.0]), torch.arange(6.0)
+    held_offsets(buffer, short)
+    with pytest.raises(RuntimeError):
+        held_offsets(buffer, long)
+    buffer.fill_(7)
+    held_offsets(buffer, short)
+    assert buffer.tolist() == [0, 2, 2, 2]
+
+
+def test_what_a_buffer_holds_is_forgotten_with_it() -> None:
+    """The value it held is let go, and a buffer in the place of another is not taken for it."""
+    from workbench.encoder.variants.padding import NarrowCopy
+
+    copy, value, memory = NarrowCopy(immutable=True), torch.ones(2, 2), torch.full((3, 2), 7.0)
+    buffer, given = memory.view(3, 2), torch.zeros(3, 2)
+    held = weakref.ref(given)
+    copy(buffer, given)
+    del given
+    assert held() is not None
+    del buffer
+    assert held() is None
+    for _ in range(3):  # views of one memory, whose objects are likely to lie where the one before lay
+        memory.fill_(7)
+        copy(memory.view(3, 2), value)
+        assert memory.tolist() == [[1, 1], [1, 1], [0, 0]]
+
+
+def test_graphs_captured_anew_hold_nothing_of_those_before(plain: EncoderSession) -> None:
+    with plain.with_variants(NAMES) as session:
+        inputs, clip = plain.inputs([(1, 4, 6), (1, 8, 8)]), session.inputs([(2, 4, 4)], "video")
+        session.capture()
+        expected = session.graph(inputs), session.graph(clip)
+        gone = [weakref.ref(buffer) for budget in BUDGETS for buffer in buffers(session, budget).values()]
+        session.manager.clear()
+        assert not any(buffer() is not None for buffer in gone)
+        session.capture()
+        assert same(session.graph(inputs), expected[0])
+        assert same(session.graph(clip), expected[1])
+
+
+def test_a_grid_written_in_place_is_seen_by_the_next_call(everything: EncoderSession) -> None:
+    """The same tensors, the same number of patches, and the other shape."""
+    cases: list[tuple[Modality, list[Grid], list[Grid]]] = [
+        ("image", [(1, 4, 6), (1, 2, 2)], [(1, 2, 2), (1, 6, 4)]),
+        ("video", [(2, 4, 6)], [(4, 2, 6)]),
+    ]
+    for modality, grids, others in cases:
+        written, other = everything.inputs(grids, modality, seed=5), everything.inputs(others, modality, seed=5)
+        call = written.mm_kwargs
+        for _ in range(2):
+            for inputs in (other, everything.inputs(grids, modality, seed=5)):
+                written.grid.copy_(inputs.grid)
+                with torch.inference_mode():
+                    assert same(everything.manager.execute(call), everything.graph(inputs)), inputs.grids
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_items_and_their_specs_are_those_of_vllm(
+    plain: EncoderSession, everything: EncoderSession, data: st.DataObject
+) -> None:
+    """Any items in any order, from all of them to none; neither the call's dict nor kept specs are handed out."""
+    inputs = plain.inputs(random_images(random.Random(data.draw(st.integers(0, 30)))))
+    items = st.permutations(range(len(inputs.grids)))
+    indices = list(data.draw(items))[: data.draw(st.integers(0, len(inputs.grids)))]
+    if data.draw(st.booleans()):
+        indices.sort()
+    call = inputs.mm_kwargs
+    expected = plain.model.get_encoder_cudagraph_item_specs(call)
+    for _ in range(2):
+        specs = everything.model.get_encoder_cudagraph_item_specs(call)
+        assert specs == expected
+        specs.clear()
+    theirs = plain.model.select_encoder_cudagraph_items(call, indices)
+    mine = everything.model.select_encoder_cudagraph_items(call, indices)
+    for key, value in theirs.items():
+        assert torch.equal(mine[key], value), (key, indices)
+    assert everything.model.get_encoder_cudagraph_item_specs(mine) == [expected[i] for i in indices]
+    assert call.keys() == theirs.keys()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from((1, 2, 4, 6)), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=5))
+def test_each_row_that_comes_out_pairs_two_frames(grids: list[Grid]) -> None:
+    from workbench.encoder.variants.resampler import temporal_pairs
+
+    grids = [(t, 2 * h, 2 * w) for t, h, w in grids]
+    expected, start = [], 0
+    for t, h, w in grids:
+        area = h * w // 4
+        for row in range(max(1, t // 2) * area):
+            first = start + 2 * (row // area) * area + row % area
+            expected += [first, first + (area if t > 1 else 0)]
+        start += t * area
+    assert temporal_pairs(tuple(grids), 2).tolist() == expected
 
 
 def rows_of(key: int) -> dict[str, Any]:

@@ -25,11 +25,6 @@ GRIDS = "workbench_grids"
 SPECS = 1024  # sequences of grids whose specs are kept
 
 
-def patches(grids: GridInts) -> int:
-    """Return how many patches the grids have together."""
-    return sum([t * h * w for t, h, w in grids])
-
-
 @lru_cache(maxsize=SPECS)
 def item_specs(grids: GridInts, merge: int) -> tuple[EncoderItemSpec, ...]:
     """Return vLLM's specs of images; nobody writes to them, so calls of the same grids share them."""

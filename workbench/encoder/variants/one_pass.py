@@ -6,9 +6,12 @@ zeroed only where the replay before left rows behind, and not written at all whe
 Import this module only after `engine.require_vllm`.
 """
 
+from itertools import accumulate
 from typing import Any
 
-from workbench.encoder.variants.base import GridInts, GridsOnce, patches
+import torch
+
+from workbench.encoder.variants.base import GridInts, GridsOnce
 from workbench.encoder.variants.padding import NarrowCopy, Padding, held_offsets
 
 
@@ -27,13 +30,14 @@ class OnePass(GridsOnce):
         return self._pixels if key == "pixel_values" else self._metadata
 
     def select_rows(self, mm_kwargs: dict[str, Any], grids: GridInts, indices: list[int]) -> dict[str, Any]:
-        """Return a view where the items of the batch follow one another in the call, else vLLM's copy."""
+        """Return a view where the items of the batch follow one another in the call, else a copy like vLLM's."""
+        pixels, grid = mm_kwargs["pixel_values"], mm_kwargs["image_grid_thw"]
+        offsets = [0, *accumulate([t * h * w for t, h, w in grids])]
         first = indices[0] if indices else 0
         last = first + len(indices)
-        if not indices or indices != list(range(first, last)):
-            return super().select_rows(mm_kwargs, grids, indices)
-        pixels, grid = mm_kwargs["pixel_values"], mm_kwargs["image_grid_thw"]
-        rows = patches(grids[first:last])
-        if rows < pixels.shape[0]:
-            pixels = pixels.narrow(0, patches(grids[:first]), rows)
+        if indices != list(range(first, last)):
+            rows = torch.cat([pixels[offsets[i] : offsets[i + 1]] for i in indices])
+            return {"pixel_values": rows, "image_grid_thw": grid[indices]}
+        if offsets[last] - offsets[first] < pixels.shape[0]:
+            pixels = pixels[offsets[first] : offsets[last]]
         return {"pixel_values": pixels, "image_grid_thw": grid if len(indices) == len(grids) else grid[first:last]}
