@@ -25,7 +25,7 @@ def test_kernels_agree_with_torch_to_the_last_place() -> None:
     done = run("-m", "workbench.encoder.variants.check")
     assert done.returncode == 0, done.stderr[-2000:]
     worst = json.loads(done.stdout.splitlines()[-1])
-    assert set(worst) == {"residual", "add_norm", "rotate", "quick_gelu", "attend"}
+    assert set(worst) == {"residual", "add_norm", "rotate", "quick_gelu", "attend", "multiply"}
 
 
 FAULTS = """
@@ -33,12 +33,14 @@ import torch
 from workbench.encoder.variants import check, kernels
 from workbench.errors import WorkbenchError
 rotate, add_norm, quick_gelu, attend = kernels.rotate, kernels.add_norm, kernels.quick_gelu, kernels.attend
+multiply = kernels.multiply
 check._NORMS, check._HEADS, check.TILES = check._NORMS[:2], check._HEADS[:2], check.TILES[:1]
 for name, wrong in {
     "rotate": lambda rows, cos, sin: rotate(rows, cos, -sin),
     "add_norm": lambda hidden, update, offset, norm: add_norm(hidden, update, None, norm),
     "quick_gelu": lambda x, offset: quick_gelu(x, None),
     "attend": lambda rows, offsets, longest, *more: attend(rows, offsets, longest - 64, *more),
+    "multiply": lambda x, weight, bias, way: multiply(x, weight, None, way),
 }.items():
     right = getattr(kernels, name)
     setattr(kernels, name, wrong)
@@ -54,7 +56,7 @@ for name, wrong in {
 def test_the_check_sees_a_wrong_kernel() -> None:
     done = run("-c", FAULTS)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["rotate", "add_norm", "quick_gelu", "attend"]
+    assert done.stdout.split() == ["rotate", "add_norm", "quick_gelu", "attend", "multiply"]
 
 
 def test_only_hopper_launches_a_kernel_before_the_one_in_front_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from workbench.encoder.variants import dataflow, gemm, recipe
 from workbench.encoder.variants.attention import FLASH4, TILES
-from workbench.encoder.variants.gemm import Gemm
-from workbench.encoder.variants.recipe import Recipe, activated, can_be_cut, choose, product
+from workbench.encoder.variants.gemm import Gemm, Multiply, Quack
+from workbench.encoder.variants.recipe import LAYERS, Recipe, activated, can_be_cut, choose, product
 
 WIDTH, HEADS, SIZE, ROWS = 64, 2, 32, 48
 
@@ -31,7 +31,7 @@ def a_block() -> Any:
         num_attention_heads_per_partition=HEADS, hidden_size_per_attention_head=SIZE,
     )  # fmt: skip
     mlp = SimpleNamespace(fc1=Linear(WIDTH, 2 * WIDTH), fc2=Linear(2 * WIDTH, WIDTH))
-    return SimpleNamespace(attn=attn, mlp=mlp, norm1=torch.nn.LayerNorm(WIDTH))
+    return SimpleNamespace(attn=attn, mlp=mlp, norm1=torch.nn.LayerNorm(WIDTH), norm2=torch.nn.LayerNorm(WIDTH))
 
 
 @pytest.fixture
@@ -61,27 +61,27 @@ def ways_of(offsets: torch.Tensor, kernels: Any = dataflow, vllm: Any = None) ->
     return {None: theirs} | {tile: partial(by_kernel, kernels, offsets, tile) for tile in TILES}
 
 
-def chosen_by(blocks: Any, offsets: torch.Tensor, kernels: Any = dataflow, vllm: Any = None, gemms: Any = ()) -> Recipe:
+def chosen_by(
+    blocks: Any, offsets: torch.Tensor, kernels: Any = dataflow, vllm: Any = None, more: Any = None
+) -> Recipe:
+    gemms: dict[str, Any] = dict.fromkeys(LAYERS, ()) | (more or {})
     return choose(blocks, dataflow, ROWS, ways_of(offsets, kernels, vllm), gemms, offsets)
 
 
 def with_times(monkeypatch: pytest.MonkeyPatch, cost: Callable[[Any], float]) -> None:
-    """Let a step cost what its way costs: parts, tile, quack's; vLLM's attention has none."""
-    monkeypatch.setattr(recipe._Bench, "_cost", lambda _, name, way: cost(way))
+    """Let a recipe cost what its ways cost: parts, tile, another's product; vLLM's attention has none."""
 
-    def attention_cost(bench: Any, way: Any, attend: Any, expected: torch.Tensor) -> float:
-        if way is not None and not bench._alike(bench._attended(attend)[: len(expected)], expected):
-            return recipe._NEVER
-        return cost(way)
+    def time(bench: Any, made: Recipe) -> float:
+        return 1.0 + sum(map(cost, (made.qkv, made.proj, made.fc1, made.fc2, made.attention)))
 
-    monkeypatch.setattr(recipe._Bench, "_attention_cost", attention_cost)
+    monkeypatch.setattr(recipe._Bench, "time", time)
 
 
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch, cost: Callable[[], float] = lambda: 1.0) -> None:
-    """Let every step that runs cost alike."""
+    """Let every recipe that runs cost alike."""
 
-    def time(bench: Any, step: Any) -> float:
-        step(bench.blocks[0])
+    def time(bench: Any, made: Recipe) -> float:
+        bench.run(made)
         return cost()
 
     monkeypatch.setattr(recipe._Bench, "time", time)
@@ -122,14 +122,20 @@ def test_which_weights_can_be_cut(blocks: Any) -> None:
 
 
 def in_torch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, gemm: Any, activation: str | None = None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gemm: Any, activation: str | None = None
 ) -> Any:
     """What `gemm.linear` computes, in torch."""
-    result = x @ weight.t() + bias
+    if getattr(gemm, "parts", 1) > 1:
+        assert bias is None
+        shares = zip(x.chunk(gemm.parts, 1), weight.chunk(gemm.parts, 1), strict=True)
+        return torch.stack([left @ right.t() for left, right in shares])
+    result = x @ weight.t() + (0 if bias is None else bias)
     return result * torch.sigmoid(1.702 * result) if activation == "quick_gelu" else result
 
 
-QUACK = Gemm(128, 160, True, (2, 1))
+QUACK = Quack(128, 160, True, (2, 1))
+WHOLE, IN_PARTS = Multiply(64, 64, 32, 4, 4), Multiply(64, 128, 16, 4, 4, 2)
+MORE = {"qkv": (QUACK, WHOLE), "fc1": (QUACK,), "proj": (IN_PARTS,), "fc2": (WHOLE, IN_PARTS)}
 
 
 def test_quacks_product_has_bias_and_activation_inside(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,21 +153,50 @@ def test_quacks_product_has_bias_and_activation_inside(blocks: Any, monkeypatch:
     torch.testing.assert_close(inside, activated(dataflow, layer, x, 2))
 
 
+@pytest.mark.parametrize("way", [WHOLE, IN_PARTS])
+def test_our_product_has_the_bias_inside_unless_it_comes_in_parts(
+    blocks: Any, monkeypatch: pytest.MonkeyPatch, way: Multiply
+) -> None:
+    monkeypatch.setattr(gemm, "linear", in_torch)
+    layer, x = blocks[0].mlp.fc2, torch.randn(7, 2 * WIDTH)
+    got, bias = product(layer, x, way)
+    assert (bias is None) == (way.parts == 1)
+    assert got.dim() == (2 if way.parts == 1 else 3)
+    torch.testing.assert_close(dataflow.whole(got, bias), layer(x)[0])
+
+
 def test_the_fastest_way_of_each_step_wins(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = {0: 5.0, 1: 4.0, 2: 1.0, 4: 3.0, TILES[0]: 2.0, TILES[1]: 1.5, None: 3.0, QUACK: 0.5}
+    monkeypatch.setattr(gemm, "linear", in_torch)
+    costs = {
+        0: 5.0, 1: 4.0, 2: 1.0, 4: 3.0, TILES[0]: 2.0, TILES[1]: 1.5, TILES[2]: 2.5, None: 3.0, QUACK: 0.5, WHOLE: 0.6,
+        IN_PARTS: 0.4,
+    }  # fmt: skip
     with_times(monkeypatch, costs.__getitem__)
     offsets = offsets_of(0, 10, 20, 20)
     assert chosen_by(blocks, offsets) == Recipe(proj=2, fc1=2, fc2=2, attention=TILES[1])
-    chosen = chosen_by(blocks, offsets, gemms=(QUACK,))
-    assert chosen == Recipe(QUACK, 2, QUACK, 2, TILES[1])  # what adds to the stream stays with cuBLAS
+    chosen = chosen_by(blocks, offsets, more=MORE)
+    assert chosen == Recipe(QUACK, IN_PARTS, QUACK, IN_PARTS, TILES[1])
     assert offsets.tolist() == [0, 10, 20, 20]  # as they were
     assert chosen.words() == {
-        "attention": "Triton, 128 x 64", "qkv": "quack, 128 x 160", "proj": "2 parts", "fc1": "quack, 128 x 160",
-        "fc2": "2 parts",
+        "attention": "Triton, 64 x 64, 2 stages", "qkv": "quack, 128 x 160", "proj": "Triton, 64 x 128, 2 parts",
+        "fc1": "quack, 128 x 160", "fc2": "Triton, 64 x 128, 2 parts",
     }  # fmt: skip
     assert set(Recipe().words().values()) == {"vLLM's"}
-    assert Recipe(fc1=1, attention=FLASH4[0]).words()["fc1"] == "bias behind"
+    assert Recipe(fc1=1, fc2=2, qkv=WHOLE).words()["fc1"] == "bias behind"
+    assert Recipe(fc1=1, fc2=2, qkv=WHOLE).words()["fc2"] == "2 parts"
+    assert Recipe(fc1=1, fc2=2, qkv=WHOLE).words()["qkv"] == "Triton, 64 x 64"
     assert Recipe(attention=FLASH4[0]).words()["attention"] == "FlashAttention 4, 128 x 128"
+
+
+def test_a_way_that_pays_only_beside_another_is_found(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where one kernel may start before the one in front has ended, and only some kernels let it."""
+    monkeypatch.setattr(gemm, "linear", in_torch)
+
+    def time(bench: Any, made: Recipe) -> float:
+        return 3.0 - (made.proj == IN_PARTS) - (made.attention == TILES[0] and made.proj == IN_PARTS)
+
+    monkeypatch.setattr(recipe._Bench, "time", time)
+    assert chosen_by(blocks, offsets_of(0, 24, 48), more=MORE) == Recipe(proj=IN_PARTS, attention=TILES[0])
 
 
 def test_every_way_of_every_step_is_run(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,9 +204,22 @@ def test_every_way_of_every_step_is_run(blocks: Any, monkeypatch: pytest.MonkeyP
     without_a_gpu(monkeypatch)
     monkeypatch.setattr(gemm, "linear", in_torch)
     offsets = offsets_of(0, 24, 48)
-    chosen = chosen_by(blocks, offsets, gemms=(QUACK,))
+    chosen = chosen_by(blocks, offsets, more=MORE)
     assert chosen == Recipe()
     assert chosen.refused == ()
+
+
+def test_all_blocks_compute_what_vllms_do(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the recipe."""
+    monkeypatch.setattr(gemm, "linear", in_torch)
+    offsets, made = offsets_of(0, 24, 48), []
+    for one in (Recipe(), Recipe(QUACK, IN_PARTS, QUACK, WHOLE, TILES[0]), Recipe(WHOLE, 1, 2, 4, TILES[1])):
+        bench = recipe._Bench(blocks, dataflow, ROWS, ways_of(offsets), offsets)
+        bench.run(one)
+        made.append((bench.stream.normed, bench.stream.hidden))
+    for normed, hidden in made[1:]:
+        torch.testing.assert_close(normed, made[0][0])
+        torch.testing.assert_close(hidden, made[0][1])
 
 
 def test_a_wrong_product_is_never_chosen(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,28 +230,46 @@ def test_a_wrong_product_is_never_chosen(blocks: Any, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(gemm, "linear", wrong)
     offsets = offsets_of(0, 24, 48)
-    chosen = chosen_by(blocks, offsets, gemms=(QUACK,))
-    assert not isinstance(chosen.qkv, Gemm)
-    assert not isinstance(chosen.fc1, Gemm)
-    assert chosen.refused == ("qkv by quack, 128 x 160: another result", "fc1 by quack, 128 x 160: another result")
+    chosen = chosen_by(blocks, offsets, more={"qkv": (QUACK,), "fc1": (QUACK,), "fc2": (IN_PARTS,)})
+    assert not any(isinstance(way, Gemm) for way in (chosen.qkv, chosen.fc1, chosen.fc2))
+    assert chosen.refused == (
+        "fc1 by quack, 128 x 160: another result",
+        "qkv by quack, 128 x 160: another result",
+        "fc2 by Triton, 64 x 128, 2 parts: another result",
+    )
 
 
 def test_what_cannot_be_compiled_is_left_out_and_said(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_a_gpu(monkeypatch, iter(range(1000, 0, -1)).__next__)
+    with_times(monkeypatch, lambda way: 10.0 - way if isinstance(way, int) else 0.0 if way else 1.0)
 
     def fails(*given: Any, **named: Any) -> Any:
         raise RuntimeError("no such tile\nand a trace")
 
     monkeypatch.setattr(gemm, "linear", fails)
     offsets = offsets_of(0, 24, 48)
-    chosen = chosen_by(blocks, offsets, with_attention(fails), gemms=(QUACK,))
+    chosen = chosen_by(blocks, offsets, with_attention(fails), more={"qkv": (QUACK,), "fc1": (QUACK,)})
     assert chosen == Recipe(0, 4, 4, 4)
     assert chosen.refused == (
-        *(f"attention by {tile}: RuntimeError no such tile" for tile in TILES),
-        "qkv by quack, 128 x 160: RuntimeError no such tile",
         "fc1 by quack, 128 x 160: RuntimeError no such tile",
+        "qkv by quack, 128 x 160: RuntimeError no such tile",
+        *(f"attention by {tile}: RuntimeError no such tile" for tile in TILES),
     )
     assert offsets.tolist() == [0, 24, 48]
+
+
+def test_what_cannot_be_captured_is_left_out_and_said(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gave the right result, and failed only where it was timed."""
+    monkeypatch.setattr(gemm, "linear", in_torch)
+
+    def time(bench: Any, made: Recipe) -> float:
+        if made.fc2 == IN_PARTS:
+            raise RuntimeError("not while capturing")
+        return 1.0
+
+    monkeypatch.setattr(recipe._Bench, "time", time)
+    chosen = chosen_by(blocks, offsets_of(0, 24, 48), more={"fc2": (IN_PARTS,)})
+    assert chosen == Recipe()
+    assert chosen.refused == ("fc2 by Triton, 64 x 128, 2 parts: RuntimeError not while capturing",)
 
 
 def test_vllms_own_way_has_to_work(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,24 +287,38 @@ def test_vllms_own_way_has_to_work(blocks: Any, monkeypatch: pytest.MonkeyPatch)
         chosen_by(blocks, offsets)
 
 
-def test_where_quacks_products_can_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_hopper_is(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda:0")
-    found: dict[str, object] = {"quack": object()}
-    monkeypatch.setattr("importlib.util.find_spec", found.get)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    capability = {"found": (9, 0)}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability["found"])
-    assert gemm.refusal(gpu) is None
-    assert gemm.refusal(torch.device("cpu")) is not None
-    found.clear()
-    assert gemm.refusal(gpu) == "quack-kernels is not installed"
-    capability["found"] = (10, 0)
-    assert "Hopper" in str(gemm.refusal(gpu))
+    for cuda, capability, hopper in (("13.0", (9, 0), True), ("13.0", (10, 0), False), (None, (9, 0), False)):
+        monkeypatch.setattr(torch.version, "cuda", cuda)  # None: one of AMD's
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert gemm.is_hopper(gpu) == hopper
+    assert not gemm.is_hopper(torch.device("cpu"))
 
 
 def test_small_graphs_try_small_tiles_and_large_ones_large() -> None:
-    assert not set(gemm.candidates(256)) & set(gemm.candidates(8192))
-    assert set(gemm.candidates(1024)) == set(gemm.candidates(256)) | set(gemm.candidates(8192))
+    def ways(step: str, rows: int, quack: bool = True) -> set[Any]:
+        return set(gemm.candidates(step, rows, 5120, 1280, 132, quack))
+
+    assert not ways("fc1", 256) & ways("fc1", 8192)
+    assert ways("fc1", 1024) == ways("fc1", 256) | ways("fc1", 8192)
+    assert ways("proj", 8192) == ways("fc1", 256, quack=False) == set()
+    assert ways("qkv", 256, quack=False) < ways("qkv", 256)
+
+
+@pytest.mark.parametrize("rows", [64, 256, 300, 512, 1024])
+@pytest.mark.parametrize(("step", "outer", "inner"), [("proj", 1280, 1280), ("fc2", 1280, 5120), ("qkv", 3840, 1280)])
+def test_our_product_has_no_more_parts_than_fill_the_gpu_once(step: str, rows: int, outer: int, inner: int) -> None:
+    ways = gemm.candidates(step, rows, outer, inner, 132, quack=False)
+    assert ways
+    for way in ways:
+        assert isinstance(way, Multiply)
+        tiles, steps = -(-rows // way.rows) * outer // way.columns, inner // way.inner
+        assert way.parts == 1 or tiles * way.parts <= 132
+        assert (way.parts - 1) * -(-steps // way.parts) < steps  # none is empty
+        assert step != "qkv" or way.parts == 1
+    assert gemm.candidates(step, rows, outer + 1, inner, 132, quack=False) == ()
+    assert gemm.candidates(step, rows, outer, inner + 8, 132, quack=False) == ()
 
 
 @pytest.mark.parametrize(("several", "one", "wins"), [(0.5, 3.0, False), (3.0, 0.5, False), (0.25, 3.0, True)])
@@ -249,7 +329,9 @@ def test_one_sequence_and_several_count_alike(
     offsets = offsets_of(0, 24, 48)
 
     def cost(way: Any) -> float:
-        return 1.0 if way is None or isinstance(way, int) else several if int(offsets[1]) < ROWS else one
+        if isinstance(way, int):
+            return -0.25  # the other steps, and what `with_times` adds, come to nothing
+        return 1.0 if way is None else several if int(offsets[1]) < ROWS else one
 
     with_times(monkeypatch, cost)
     assert (chosen_by(blocks, offsets).attention is not None) == wins
@@ -297,7 +379,7 @@ def test_rounding_is_allowed_as_the_dtype_rounds(
     """A thousandth apart is less than bfloat16 rounds, and what TF32 makes of float32."""
     with_times(monkeypatch, lambda way: 1.0 if way is None else 0.1)
     for block in blocks:
-        for module in (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2, block.norm1):
+        for module in (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2, block.norm1, block.norm2):
             module.to(dtype)
     offsets = offsets_of(0, 24, 48)
 
@@ -325,10 +407,12 @@ def test_steps_are_timed_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_large_graphs_keep_their_products_whole(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipe, "MOST_ROWS", ROWS - 1)
+    monkeypatch.setattr(gemm, "linear", in_torch)
     with_times(monkeypatch, lambda way: 0.5 if way == QUACK else 1.0 if way in (0, None) else 0.1)
     offsets = offsets_of(0, 48)
     ways: dict[Any, Any] = {None: partial(plain, offsets)}
-    assert choose(blocks, dataflow, ROWS, ways, (QUACK,), offsets) == Recipe(qkv=QUACK, fc1=QUACK)
+    gemms: dict[str, Any] = {"qkv": (QUACK,), "fc1": (QUACK,), "proj": (), "fc2": ()}
+    assert choose(blocks, dataflow, ROWS, ways, gemms, offsets) == Recipe(qkv=QUACK, fc1=QUACK)
 
 
 def test_quantised_layers_keep_their_own_product(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from workbench.encoder.variants import dataflow
 from workbench.encoder.variants.attention import TILES
+from workbench.encoder.variants.gemm import Multiply, is_hopper
 from workbench.errors import WorkbenchError
 
 Random = Callable[..., torch.Tensor]
@@ -27,6 +28,8 @@ ALLOWED_ULPS = 4.0
 _NORMS = ((1, 80), (5, 160), (3, 1280), (257, 1280))
 _PARTS = (0, 1, 3)
 _ATTENTION = ((2, 80), (1, 64))
+# Rows, outer, inner, parts: more rows than tiles hold, and parts that share unevenly.
+_PRODUCTS = ((256, 128, 1280, 1), (70, 64, 384, 1), (70, 128, 640, 3), (1, 64, 256, 2))
 _HEADS = ((1, 1, 80), (5, 6, 80), (3, 16, 80), (2, 9, 64))
 
 
@@ -51,7 +54,7 @@ def check(device: torch.device) -> dict[str, float]:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    worst = dict.fromkeys(("residual", "add_norm", "rotate", "quick_gelu", "attend"), 0.0)
+    worst = dict.fromkeys(("residual", "add_norm", "rotate", "quick_gelu", "attend", "multiply"), 0.0)
     with torch.no_grad():
         for dtype in (torch.bfloat16, torch.float16):
             for name, distance in _distances(device, dtype, random):
@@ -95,6 +98,8 @@ def _distances(device: torch.device, dtype: torch.dtype, random: Random) -> list
         found.append(("quick_gelu", ulps(kernels.quick_gelu(x.clone(), offset), expected)))
     if device.type == "cuda" or dtype == torch.float16:  # the interpreter multiplies no blocks of bfloat16
         found += [("attend", distance) for distance in _attended(device, dtype, random)]
+        if device.type == "cpu" or is_hopper(device):
+            found += [("multiply", distance) for distance in _multiplied(device, dtype, random)]
     return found
 
 
@@ -122,6 +127,19 @@ def _attended(device: torch.device, dtype: torch.dtype, random: Random) -> Itera
         clean = not bool(got[ends[-1] :].any())
         apart = float((got.float() - expected).norm() / expected.norm())
         yield apart / torch.finfo(dtype).eps if clean and apart == apart else float("inf")
+
+
+def _multiplied(device: torch.device, dtype: torch.dtype, random: Random) -> Iterator[float]:
+    """Multiply, whole with a bias and in parts without; relative RMS over what rounding gives."""
+    from workbench.encoder.variants import kernels
+
+    for rows, outer, inner, parts in _PRODUCTS:
+        x, weight, bias = (one.to(device, dtype) for one in (random(rows, inner), random(outer, inner), random(outer)))
+        inside = bias if parts == 1 else None
+        product = kernels.multiply(x, weight, inside, Multiply(64, 64, 128, 4, 4, parts))
+        expected = dataflow.whole(x.float() @ weight.float().t(), inside)
+        apart = float((dataflow.whole(product, None).float() - expected).norm() / expected.norm())
+        yield apart / torch.finfo(dtype).eps if apart == apart else float("inf")
 
 
 def check_attention_plan() -> list[str]:

@@ -22,7 +22,7 @@ from workbench.encoder.variants import attention as attending
 from workbench.encoder.variants import dataflow, gemm
 from workbench.encoder.variants.attention import FLASH4, TILES, Attend, Flash4
 from workbench.encoder.variants.base import ErnieVariant
-from workbench.encoder.variants.recipe import MOST_ROWS, Attention, Recipe, activated, choose, product
+from workbench.encoder.variants.recipe import LAYERS, MOST_ROWS, Attention, Recipe, Stream, choose, layer_of, run_block
 
 
 class Fused(ErnieVariant):
@@ -62,25 +62,23 @@ class Fused(ErnieVariant):
 
     def tower(self, pixels: torch.Tensor, metadata: dict[str, torch.Tensor]) -> torch.Tensor:
         """Run every block; the norm behind each residual add is that of whatever comes next."""
-        vision, run = self.vision_model, self.kernels
+        vision = self.vision_model
         hidden = vision.patch_embed(pixels)
-        cos, sin = metadata["rotary_pos_emb"].cos(), metadata["rotary_pos_emb"].sin()
         first = vision.blocks[0].attn
         heads, size = first.num_attention_heads_per_partition, first.hidden_size_per_attention_head
-        context = hidden.new_zeros(hidden.shape[0], heads, size)
+        stream = Stream(
+            hidden,
+            self.normed(vision.blocks[0].norm1, hidden),
+            metadata["rotary_pos_emb"].cos(),
+            metadata["rotary_pos_emb"].sin(),
+            hidden.new_zeros(hidden.shape[0], heads, size),
+        )
         recipe = self._recipe(hidden.shape[0], metadata)
-        attend = self._attend(recipe.attention, run, metadata)
-        normed = self.normed(vision.blocks[0].norm1, hidden)
+        attend = self._attend(recipe.attention, self.kernels, metadata)
         following = [block.norm1 for block in vision.blocks[1:]] + [vision.ln]
         for block, next_norm in zip(vision.blocks, following, strict=True):
-            rows = product(block.attn.qkv, normed, recipe.qkv)[0].view(-1, 3 * heads, size)
-            run.rotate(rows[:, : 2 * heads], cos, sin)
-            attended = attend(block.attn.attn, rows, context)
-            update = product(block.attn.proj, attended.reshape(-1, heads * size), recipe.proj)
-            normed = run.add_norm(hidden, *update, block.norm2)
-            wide = activated(run, block.mlp.fc1, normed, recipe.fc1)
-            normed = run.add_norm(hidden, *product(block.mlp.fc2, wide, recipe.fc2), next_norm)
-        return normed
+            run_block(self.kernels, block, next_norm, stream, attend, recipe)
+        return stream.normed
 
     def _attend(
         self, way: Attention | None, kernels: Any, metadata: dict[str, torch.Tensor], plan: bool = True
@@ -116,19 +114,30 @@ class Fused(ErnieVariant):
     def _measured(self, rows: int, kernels: Any, metadata: dict[str, torch.Tensor]) -> Recipe:
         blocks, offsets = self.vision_model.blocks, metadata["cu_seqlens"]
         ways: list[Attention | None] = [None, *(TILES if rows <= MOST_ROWS else ())]
-        gemms: Sequence[gemm.Gemm] = ()
         refused = []
         if reason := attending.flash4_refusal(blocks[0].attn.attn, offsets.device):
             refused.append(f"FlashAttention 4: {reason}")
         else:
             ways += FLASH4
-        if reason := gemm.refusal(offsets.device):
-            refused.append(f"products by quack: {reason}")
+        gemms: dict[str, Sequence[gemm.Gemm]] = dict.fromkeys(LAYERS, ())
+        if not gemm.is_hopper(offsets.device):
+            refused.append("other products: their tiles here are for Hopper")
         else:
-            gemms = gemm.candidates(rows)
+            if not gemm.has_quack():
+                refused.append("products by quack: quack-kernels is not installed")
+            gemms = {step: self._gemms(step, rows) for step in LAYERS}
         attends = {way: self._attend(way, kernels, metadata, plan=False) for way in ways}
         recipe = choose(blocks, kernels, rows, attends, gemms, offsets)
         return replace(recipe, refused=(*refused, *recipe.refused))
+
+    def _gemms(self, step: str, rows: int) -> Sequence[gemm.Gemm]:
+        """Return the ways worth a trial on a product of this tower."""
+        weight = layer_of(self.vision_model.blocks[0], step).weight
+        if weight.dim() != 2:  # quantised
+            return ()
+        multiprocessors = torch.cuda.get_device_properties(weight.device).multi_processor_count
+        outer, inner = weight.shape
+        return gemm.candidates(step, rows, outer, inner, multiprocessors, gemm.has_quack())
 
     def _schedule(self, attention: Any, offsets: torch.Tensor, most: int) -> torch.Tensor | None:
         """Return FlashAttention 3's plan of all blocks' attention, or None where each block must make its own.

@@ -15,8 +15,10 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from workbench.encoder.variants.attention import Tile
+from workbench.encoder.variants.gemm import Multiply
 
 _ACTIVATION_BLOCK = 1024
 _LOG2_E = 1.4426950408889634
@@ -132,6 +134,55 @@ def _attend(rows, offsets, context, stride, scale, heads: tl.constexpr, size: tl
     tl.store(context + query * (heads * size) + head * size + feature, out.to(dtype), mask=wanted)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _fetch(first, stride, count: tl.constexpr, size):  # type: ignore[no-untyped-def]
+    """Ask for `size` bytes at each of `count` places, `stride` bytes apart, to be brought into the L2 cache."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred mine;
+        .reg .u32 thread;
+        .reg .u64 place;
+        mov.u32 thread, %tid.x;
+        setp.lt.u32 mine, thread, $3;
+        mad.wide.u32 place, thread, $2, $1;
+        @mine cp.async.bulk.prefetch.L2.global [place], $4;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r,r,r",
+        [first, stride, count, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _multiply(lefts, rights, weight, bias, result, rows, outer, steps, share, row_block: tl.constexpr, column_block: tl.constexpr, inner_block: tl.constexpr, has_bias: tl.constexpr, early: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+    row, column, part = tl.program_id(0) * row_block, tl.program_id(1) * column_block, tl.program_id(2)
+    first = part * share
+    last = tl.minimum(steps, first + share)
+    columns = column + tl.arange(0, column_block)
+    if has_bias:
+        shift = tl.load(bias + columns)[None, :].to(tl.float32)
+    if early:
+        if row == 0:  # programs of other rows read the same weights
+            size: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+            begin = weight + column.to(tl.int64) * steps * inner_block + first * inner_block
+            _fetch(begin.to(tl.int64, bitcast=True), steps * inner_block * size, column_block, (last - first) * inner_block * size)  # fmt: skip  # noqa: E501
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    total = tl.zeros([row_block, column_block], tl.float32)
+    for step in range(first, last):
+        left = lefts.load([row, step * inner_block])
+        right = rights.load([column, step * inner_block])
+        total = tl.dot(left, right.T, total)
+    if has_bias:
+        total += shift
+    inside = row + tl.arange(0, row_block)
+    place = (part * rows + inside[:, None]).to(tl.int64) * outer + columns[None, :]
+    tl.store(result + place, total.to(result.dtype.element_ty), mask=inside[:, None] < rows)
+
+
 def add_norm(
     hidden: torch.Tensor, update: torch.Tensor, offset: torch.Tensor | None, norm: torch.nn.LayerNorm
 ) -> torch.Tensor:
@@ -193,6 +244,28 @@ def quick_gelu(values: torch.Tensor, offset: torch.Tensor | None = None) -> torc
     _quick_gelu[(triton.cdiv(count, _ACTIVATION_BLOCK),)](
         values, values if offset is None else offset, result, count, _parts(values), offset is not None,
         values.shape[-1], _ACTIVATION_BLOCK, early, num_warps=4, **_launch(early),
+    )  # fmt: skip
+    return result
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, way: Multiply) -> torch.Tensor:
+    """Return x weightᵀ + bias; in parts, where the bias must be None: [rows, outer] or [parts, rows, outer].
+
+    Args:
+        x: [rows, inner], contiguous.
+        weight: [outer, inner], contiguous; `way.columns` divides outer, and `way.inner` inner.
+        bias: [outer].
+    """
+    (rows, inner), outer = x.shape, weight.shape[0]
+    assert bias is None or way.parts == 1
+    result = x.new_empty((rows, outer) if way.parts == 1 else (way.parts, rows, outer))
+    early = _early(x.device)
+    steps = inner // way.inner
+    _multiply[(triton.cdiv(rows, way.rows), outer // way.columns, way.parts)](
+        TensorDescriptor.from_tensor(x, [way.rows, way.inner]),
+        TensorDescriptor.from_tensor(weight, [way.columns, way.inner]),
+        weight, weight if bias is None else bias, result, rows, outer, steps, triton.cdiv(steps, way.parts), way.rows,
+        way.columns, way.inner, bias is not None, early, num_warps=way.warps, num_stages=way.stages, **_launch(early),
     )  # fmt: skip
     return result
 

@@ -3,40 +3,43 @@
 A graph of few rows has products that cannot fill the GPU. Cut along their inner dimension, into parts that the next
 kernel adds up, they can; and for short sequences one small attention kernel is faster than FlashAttention. In larger
 graphs the activation costs less inside its product, and attention less where the head size is not padded. Which way
-wins depends on rows and GPU, so each is measured, once for every number of rows, before the first capture.
+wins depends on rows and GPU, and on the kernels in front and behind, which may overlap. So each way is measured inside
+its block, all blocks one after the other, once for every number of rows and before the first capture.
 
 Import this module only after `engine.require_vllm`.
 """
 
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 
-from workbench.encoder.variants import gemm
+from workbench.encoder.variants import dataflow, gemm
 from workbench.encoder.variants.attention import Attend, Flash4, Tile
-from workbench.encoder.variants.gemm import Gemm
+from workbench.encoder.variants.gemm import Gemm, Multiply
 
 # Above so many rows no product was faster in parts, and no attention by the short kernel, on an H200.
 MOST_ROWS = 2048
 _PARTS = (0, 1, 2, 4)
-_ROUNDS = 5
-_REPLAYS = 4
-# Relative RMS in units of the last place, of attention and of quack's products: two attention kernels that round
-# differently lie a quarter of one apart. A product in TF32 is thousands of float32's away, so models of that dtype keep
-# vLLM's attention.
-_APART_ULPS = 1.25
+# Up to so many rows kernels overlap enough for a choice to depend on the others: they are made twice.
+_TWICE_UP_TO = 1024
+_ROUNDS = 3
+# Relative RMS in units of the last place, of attention and of products. In 16 bits, two attention kernels that round
+# differently lie a quarter of one apart; in float32, sums in another order lie a few. A product in TF32 is thousands
+# away, so models of that dtype keep vLLM's.
+_APART_ULPS = {16: 1.25, 32: 16.0, 64: 16.0}
 
 _NEVER = float("inf")
 
-# Parts of a product, 0 for the layer's own way; or how quack cuts it.
+# A block's linear layers.
+LAYERS = {"qkv": "attn.qkv", "proj": "attn.proj", "fc1": "mlp.fc1", "fc2": "mlp.fc2"}
+
+# Parts of a product, 0 for the layer's own way; or another library's or kernel's.
 Product = int | Gemm
 Attention = Tile | Flash4
-Step = Callable[[Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class Recipe:
     """One way.
 
     Attributes:
-        qkv: how the layer's product is made, whole and with its bias: 0 or quack's.
-        proj, fc1, fc2: the same in any way; quack's of `fc1` has the activation inside.
+        qkv: how the layer's product is made, whole and with its bias.
+        proj, fc1, fc2: the same, or in parts, or the bias left behind; quack's of `fc1` has the activation inside.
         attention: None is vLLM's.
         refused: ways that could not be tried, and why.
     """
@@ -59,12 +62,12 @@ class Recipe:
 
     def words(self) -> dict[str, str]:
         """Return each step in words, for the record of a capture."""
-        products = {name: _said(getattr(self, name)) for name in ("qkv", "proj", "fc1", "fc2")}
+        products = {name: _said(getattr(self, name)) for name in LAYERS}
         return {"attention": "vLLM's" if self.attention is None else str(self.attention)} | products
 
 
-def _said(way: Product) -> str:
-    if isinstance(way, Gemm):
+def _said(way: Product | Attention) -> str:
+    if not isinstance(way, int):
         return str(way)
     return ("vLLM's", "bias behind")[way] if way < 2 else f"{way} parts"
 
@@ -78,29 +81,35 @@ def product(
         activation: quack's name of one that goes into the product, if `way` is quack's.
 
     Returns:
-        [rows, outer] with its bias, and None, where `way` is 0 or quack's; [rows, outer] and the bias where it is 1;
-        else [parts, rows, outer] and the bias.
+        [rows, outer] with its bias, and None, where `way` is 0 or a whole `Gemm`; [rows, outer] and the bias where it
+        is 1; else [parts, rows, outer] and the bias.
     """
     if way == 0:
         return layer(x)[0], None
-    if isinstance(way, Gemm):
-        forward = partial(gemm.linear, weight=layer.weight, bias=layer.bias, gemm=way, activation=activation)
-    else:
+    behind = None if isinstance(way, Gemm) and not _in_parts(way) else layer.bias
+    if isinstance(way, int):
         forward = partial(_sums, weight=layer.weight, parts=way)
+    else:
+        inside = layer.bias if behind is None else None
+        forward = partial(gemm.linear, weight=layer.weight, bias=inside, gemm=way, activation=activation)
     # In the layer's place, so that hooks on modules see the product as the layer's.
     before = vars(layer).get("forward")
     layer.forward = forward
     try:
-        return layer(x), None if isinstance(way, Gemm) else layer.bias
+        return layer(x), behind
     finally:
         del layer.forward
         if before is not None:
             layer.forward = before
 
 
+def _in_parts(way: Product) -> bool:
+    return isinstance(way, Multiply) and way.parts > 1
+
+
 def activated(kernels: Any, layer: Any, x: torch.Tensor, way: Product) -> torch.Tensor:
     """Return quick GELU of a layer's product of [rows, inner]: [rows, outer]."""
-    if isinstance(way, Gemm):
+    if not isinstance(way, int):
         return product(layer, x, way, "quick_gelu")[0]
     result: torch.Tensor = kernels.quick_gelu(*product(layer, x, way))
     return result
@@ -121,152 +130,213 @@ def can_be_cut(layer: Any, parts: int, dtype: torch.dtype) -> bool:
     return bool(plain and weight.shape[1] % (8 * max(parts, 1)) == 0)
 
 
+@dataclass
+class Stream:
+    """What the blocks of a call work on.
+
+    Attributes:
+        hidden: [rows, width], which every block adds to.
+        normed: the norm of it, in front of the next block.
+        cos, sin: [rows, head size / 2] float32.
+        context: [rows, heads, head size], for the result of attention.
+    """
+
+    hidden: torch.Tensor
+    normed: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    context: torch.Tensor
+
+
+def run_block(kernels: Any, block: Any, following: Any, stream: Stream, attend: Attend, recipe: Recipe) -> None:
+    """Run a block.
+
+    Args:
+        following: the norm of whatever comes next.
+    """
+    rows, heads, size = stream.context.shape
+    qkv = product(block.attn.qkv, stream.normed, recipe.qkv)[0].view(-1, 3 * heads, size)
+    kernels.rotate(qkv[:, : 2 * heads], stream.cos, stream.sin)
+    attended = attend(block.attn.attn, qkv, stream.context)
+    update = product(block.attn.proj, attended.reshape(rows, heads * size), recipe.proj)
+    normed = kernels.add_norm(stream.hidden, *update, block.norm2)
+    wide = activated(kernels, block.mlp.fc1, normed, recipe.fc1)
+    stream.normed = kernels.add_norm(stream.hidden, *product(block.mlp.fc2, wide, recipe.fc2), following)
+
+
 def choose(
     blocks: Sequence[Any],
     kernels: Any,
     rows: int,
     ways: Mapping[Attention | None, Attend],
-    gemms: Sequence[Gemm],
+    gemms: Mapping[str, Sequence[Gemm]],
     offsets: torch.Tensor,
 ) -> Recipe:
-    """Measure every way on a graph of `rows` rows, and return the fastest of each step.
+    """Measure every way on a graph of `rows` rows, one step after the other, and return the fastest of each.
 
     Args:
         blocks: the tower's, on CUDA, not quantised.
         kernels: the module of that name.
         ways: of attention, all of which read `offsets`; None is vLLM's.
-        gemms: quack's ways to make a product.
+        gemms: ways to make the products of "qkv", "proj", "fc1" and "fc2".
         offsets: [slots + 1] int32 on the GPU, written meanwhile.
     """
-    bench, kept = _Bench(blocks, kernels, rows), offsets.clone()
+    kept = offsets.clone()
     try:
-        attention = bench.attention(ways, offsets)
+        return _Bench(blocks, kernels, rows, ways, offsets).chosen(gemms)
     finally:
         offsets.copy_(kept)
-    parts = _PARTS if rows <= MOST_ROWS else (0,)
-    qkv, fc1 = bench.cheapest("qkv", (0, *gemms)), bench.cheapest("fc1", (*parts, *gemms))
-    proj, fc2 = bench.cheapest("proj", parts), bench.cheapest("fc2", parts)
-    return Recipe(qkv, proj, fc1, fc2, attention, tuple(bench.refused))
 
 
 class _Bench:
-    """Inputs of every step, and the time of a step over all blocks: their weights come from memory, as in the tower."""
+    """A call's rows, and the time of all blocks: their weights come from memory, as in the tower."""
 
-    def __init__(self, blocks: Sequence[Any], kernels: Any, rows: int) -> None:
-        self.blocks, self.kernels = blocks, kernels
+    def __init__(
+        self,
+        blocks: Sequence[Any],
+        kernels: Any,
+        rows: int,
+        ways: Mapping[Attention | None, Attend],
+        offsets: torch.Tensor,
+    ) -> None:
+        self.blocks, self.kernels, self.rows, self.ways, self.offsets = blocks, kernels, rows, ways, offsets
         self.refused: list[str] = []
+        self.costs: dict[Hashable, float] = {}
         attention = blocks[0].attn
-        self.heads, self.size = attention.num_attention_heads_per_partition, attention.hidden_size_per_attention_head
+        heads, size = attention.num_attention_heads_per_partition, attention.hidden_size_per_attention_head
         self.dtype, device = blocks[0].norm1.weight.dtype, blocks[0].norm1.weight.device
-        self.limit = _APART_ULPS * torch.finfo(self.dtype).eps
+        self.limit = _APART_ULPS[torch.finfo(self.dtype).bits] * torch.finfo(self.dtype).eps
         generator = torch.Generator(device).manual_seed(0)
 
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator, device=device).to(self.dtype)
 
         width = blocks[0].norm1.weight.shape[0]
-        self.hidden, self.narrow = random(rows, width), random(rows, width)
-        self.wide = random(rows, blocks[0].mlp.fc2.weight.shape[1])
-        self.qkv = random(rows, 3 * self.heads, self.size)
-        self.angle = random(rows, self.size // 2).float()
-        self.context = torch.zeros(rows, self.heads, self.size, dtype=self.dtype, device=device)
+        angle = random(rows, size // 2).float()
+        context = torch.zeros(rows, heads, size, dtype=self.dtype, device=device)
+        self.narrow, self.wide = random(rows, width), random(rows, blocks[0].mlp.fc2.weight.shape[1])
+        self.stream = Stream(random(rows, width), self.narrow, angle, angle, context)
+        self.qkv = random(rows, 3 * heads, size)
+        slots = offsets.shape[0] - 1
+        # As many equal sequences as there can be, and one: both count alike.
+        self.layouts = (min(slots, rows), 1)
 
-    def cheapest(self, name: str, ways: Iterable[Product]) -> Product:
-        """Return the way to make a layer's product that costs least together with the kernel behind it."""
-        fit = [
-            way
-            for way in ways
-            if all(
-                can_be_cut(_layer(name, block), way if isinstance(way, int) else 1, self.dtype) for block in self.blocks
-            )
-        ]
-        cost = {way: self._cost(name, way) for way in fit or [0]}
-        return min(cost, key=lambda way: cost[way])
+    def chosen(self, gemms: Mapping[str, Sequence[Gemm]]) -> Recipe:
+        """Return the fastest way of each step."""
+        parts = _PARTS if self.rows <= MOST_ROWS else (0,)
+        trials: dict[str, tuple[Any, ...]] = {
+            "fc1": (*parts, *gemms["fc1"]),
+            "qkv": (0, *gemms["qkv"]),
+            "attention": tuple(self.ways),
+            "proj": (*parts, *gemms["proj"]),
+            "fc2": (*parts, *gemms["fc2"]),
+        }
+        fit = {step: [way for way in ways if self._fits(step, way)] for step, ways in trials.items()}
+        # What has failed once is not tried again.
+        usable = {step: [way for way in ways if self._tried(step, way)] for step, ways in fit.items()}
+        best = Recipe()
+        for _ in range(2 if self.rows <= _TWICE_UP_TO else 1):
+            for step, ways in usable.items():
+                cost = {way: self._cost(step, way, best) for way in ways}
+                best = replace(best, **{step: min(cost, key=lambda way: cost[way])}) if cost else best
+        return replace(best, refused=tuple(dict.fromkeys(self.refused)))
 
-    def _cost(self, name: str, way: Product) -> float:
+    def _fits(self, step: str, way: Any) -> bool:
+        """Tell whether the layers of all blocks can be multiplied that way; vLLM's own always."""
+        if step == "attention" or way == 0:
+            return True
+        parts = way if isinstance(way, int) else 1
+        return all(can_be_cut(layer_of(block, step), parts, self.dtype) for block in self.blocks)
+
+    def _tried(self, step: str, way: Any) -> bool:
+        """Tell whether `way` gives what vLLM's does. A compiler that gets it wrong is seen here."""
         try:
-            if isinstance(way, Gemm):
-                expected, got = (self._made(name, self.blocks[0], one) for one in (0, way))
-                if not self._alike(got, expected):
-                    self.refused.append(f"{name} by {way}: another result")
-                    return _NEVER
-            return self.time(partial(self._step, name, way))
-        except Exception as error:  # what a compiler raises has no common base
-            if way == 0:
+            if self._alike_vllm(step, way):
+                return True
+            self.refused.append(f"{step} by {_said(way)}: another result")
+        except Exception as error:  # what a compiler raises has no common base; or this GPU has no room for a tile
+            if way in (0, None):
                 raise
-            self.refused.append(f"{name} by {_said(way)}: {_short(error)}")
-            return _NEVER
+            self.refused.append(f"{step} by {_said(way)}: {_short(error)}")
+        return False
 
-    def _made(self, name: str, block: Any, way: Product) -> torch.Tensor:
-        layer = _layer(name, block)
-        if name == "fc1":
+    def _alike_vllm(self, step: str, way: Any) -> bool:
+        if step != "attention":
+            made = self._made(step, way)
+            return way == 0 or self._alike(made, self._made(step, 0))
+        alike = True
+        for sequences in self.layouts:
+            held = self._lay(sequences)
+            expected = self._attended(None)[:held].clone()
+            alike &= way is None or self._alike(self._attended(way)[:held], expected)
+        return alike
+
+    def _lay(self, sequences: int) -> int:
+        """Write offsets of so many equal sequences; rows behind belong to none, and some backends leave them unset."""
+        slots = self.offsets.shape[0] - 1
+        ends = torch.arange(slots + 1).clamp(max=sequences) * (self.rows // sequences)
+        self.offsets.copy_(ends.to(torch.int32))
+        return int(ends[-1])
+
+    def _attended(self, way: Attention | None) -> torch.Tensor:
+        return self.ways[way](self.blocks[0].attn.attn, self.qkv, self.stream.context)
+
+    def _made(self, step: str, way: Product) -> torch.Tensor:
+        layer = layer_of(self.blocks[0], step)
+        if step == "fc1":
             return activated(self.kernels, layer, self.narrow, way)
-        return product(layer, self.narrow, way)[0]
-
-    def _step(self, name: str, way: Product, block: Any) -> torch.Tensor:
-        if name in ("qkv", "fc1"):
-            made = self._made(name, block, way)
-            if name == "qkv":
-                rows = made.view(-1, 3 * self.heads, self.size)
-                self.kernels.rotate(rows[:, : 2 * self.heads], self.angle, self.angle)
-            return made
-        result = product(_layer(name, block), self.wide if name == "fc2" else self.narrow, way)
-        normed: torch.Tensor = self.kernels.add_norm(self.hidden, *result, block.norm1)
-        return normed
-
-    def attention(self, ways: Mapping[Attention | None, Attend], offsets: torch.Tensor) -> Attention | None:
-        """Return what costs least on one sequence and on as many equal ones as there can be; the ratios count alike."""
-        rows, slots = self.qkv.shape[0], offsets.shape[0] - 1
-        cost = dict.fromkeys(ways, 1.0)
-        for sequences in (min(slots, rows), 1):
-            ends = torch.arange(slots + 1).clamp(max=sequences) * (rows // sequences)
-            offsets.copy_(ends.to(torch.int32))
-            held = int(ends[-1])  # rows behind belong to no sequence, and some backends leave them as they were made
-            expected = self._attended(ways[None])[:held].clone()
-            for way, attend in ways.items():
-                if cost[way] != _NEVER:
-                    cost[way] *= self._attention_cost(way, attend, expected)
-        return min(cost, key=lambda way: cost[way])
-
-    def _attention_cost(self, way: Attention | None, attend: Attend, expected: torch.Tensor) -> float:
-        try:
-            # A compiler that gets it wrong is seen here.
-            if way is not None and not self._alike(self._attended(attend)[: len(expected)], expected):
-                self.refused.append(f"attention by {way}: another result")
-                return _NEVER
-            return self.time(lambda block: attend(block.attn.attn, self.qkv, self.context))
-        except Exception as error:  # as above; or a tile that this GPU has no room for
-            if way is None:
-                raise
-            self.refused.append(f"attention by {way}: {_short(error)}")
-            return _NEVER
-
-    def _attended(self, attend: Attend) -> torch.Tensor:
-        return attend(self.blocks[0].attn.attn, self.qkv, self.context)
+        return dataflow.whole(*product(layer, self.wide if step == "fc2" else self.narrow, way))
 
     def _alike(self, got: torch.Tensor, expected: torch.Tensor) -> bool:
         """Tell whether two results differ by rounding only. Not-a-number is no number below the limit."""
         expected = expected.float()
         return bool((got.float() - expected).norm() / expected.norm() < self.limit)
 
-    def time(self, step: Step) -> float:
-        """Return the milliseconds of a step over all blocks, replayed from a graph; the median of several rounds."""
-        stream = _side(self.context.device)
+    def _cost(self, step: str, way: Any, best: Recipe) -> float:
+        """Return what `best` with `way` in it costs: milliseconds, or their product over the layouts of sequences."""
+        recipe = replace(best, **{step: way})
+        layouts = self.layouts if step == "attention" else self.layouts[-1:]
+        cost = 1.0
+        for sequences in layouts:
+            try:
+                cost *= self._timed(recipe, sequences)
+            except Exception as error:  # as above
+                if way in (0, None):
+                    raise
+                self.refused.append(f"{step} by {_said(way)}: {_short(error)}")
+                return _NEVER
+        return cost
+
+    def _timed(self, recipe: Recipe, sequences: int) -> float:
+        key = (recipe, sequences)
+        if key not in self.costs:
+            self._lay(sequences)
+            self.costs[key] = self.time(recipe)
+        return self.costs[key]
+
+    def run(self, recipe: Recipe) -> None:
+        """Run all blocks, from the same rows every time."""
+        self.stream.normed = self.narrow
+        for block in self.blocks:
+            run_block(self.kernels, block, block.norm1, self.stream, self.ways[recipe.attention], recipe)
+
+    def time(self, recipe: Recipe) -> float:
+        """Return the milliseconds of all blocks, replayed from a graph; the least of several rounds."""
+        stream = _side(self.stream.context.device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
-            step(self.blocks[0])  # compiles, and sets libraries up
+            self.run(recipe)  # compiles, and sets libraries up
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin()  # torch.cuda.graph would collect garbage before each
             try:
-                for block in self.blocks:
-                    step(block)
+                self.run(recipe)
             finally:
                 graph.capture_end()
             graph.replay()
             found = []
-            replays = _REPLAYS if self.hidden.shape[0] <= MOST_ROWS else 1
+            replays = 6 if self.rows <= _TWICE_UP_TO else 1
             for _ in range(_ROUNDS):
                 begin.record(stream)
                 for _ in range(replays):
@@ -274,7 +344,7 @@ class _Bench:
                 end.record(stream)
                 end.synchronize()
                 found.append(begin.elapsed_time(end) / replays)
-        return float(statistics.median(found))
+        return float(min(found))
 
 
 @cache
@@ -283,9 +353,9 @@ def _side(device: torch.device) -> Any:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _layer(name: str, block: Any) -> Any:
-    paths = {"qkv": "attn.qkv", "proj": "attn.proj", "fc1": "mlp.fc1", "fc2": "mlp.fc2"}
-    return attrgetter(paths[name])(block)
+def layer_of(block: Any, step: str) -> Any:
+    """Return a block's linear layer, by its key in `LAYERS`."""
+    return attrgetter(LAYERS[step])(block)
 
 
 def _short(error: Exception) -> str:
