@@ -136,6 +136,19 @@ def test_inputs_written_again_in_place_are_seen(plain: EncoderSession, changed: 
     assert not same(before, after)
 
 
+def test_pixels_alone_written_again_in_place_are_seen(plain: EncoderSession, changed: EncoderSession) -> None:
+    """The very same tensors as in the call before, where a whole call is one batch."""
+    for grids in ([(1, 8, 8)], [(1, 4, 6), (1, 8, 8)]):
+        first, second = plain.inputs(grids, seed=1), plain.inputs(grids, seed=2)
+        call = first.mm_kwargs
+        with torch.inference_mode():
+            before = changed.manager.execute(call)
+            first.pixels.copy_(second.pixels)
+            after = changed.manager.execute(call)
+        assert same(after, plain.graph(second))
+        assert not same(before, after)
+
+
 def test_padding_rows_never_reach_an_item(plain: EncoderSession, changed: EncoderSession) -> None:
     """NaN in what an earlier replay left behind would spread if a kernel read it."""
     small, large = plain.inputs([(1, 2, 2)], seed=3), plain.inputs([(1, 8, 8)], seed=4)

@@ -22,7 +22,7 @@ Values = dict[str, torch.Tensor]
 
 # Key that a batch's dict carries its grids under, as Python ints.
 GRIDS = "workbench_grids"
-SPECS = 1024  # sequences of grids whose specs are kept
+SPECS = 256  # sequences of grids whose specs are kept
 
 
 @lru_cache(maxsize=SPECS)
@@ -106,13 +106,10 @@ class GridsOnce(ErnieVariant):
 
     def grids_of_call(self, mm_kwargs: Mapping[str, Any]) -> GridInts:
         """Return the carried grids, or read them anew: a call's tensor may have been overwritten since the last one."""
-        carried: GridInts | None = mm_kwargs.get(GRIDS)
-        if carried is not None:
-            return carried
-        grids = super().grids_of(mm_kwargs)
-        # Not by nn.Module's setter, which looks through parameters and submodules first.
-        self.__dict__["_read"] = mm_kwargs["image_grid_thw"], grids
-        return grids
+        if GRIDS not in mm_kwargs:
+            # Not by nn.Module's setter, which looks through parameters and submodules first.
+            self.__dict__["_read"] = mm_kwargs["image_grid_thw"], super().grids_of(mm_kwargs)
+        return self.grids_of(mm_kwargs)
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> Any:
         """Return the specs of the grids, as vLLM's."""

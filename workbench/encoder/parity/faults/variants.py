@@ -12,7 +12,7 @@ from workbench.encoder.parity.faults.planting import Values, changed_values, fau
 from workbench.encoder.parity.lab import Lab
 
 ERNIE, GLM = ("ernie45_vl",), ("glm4_1v",)
-_INDICES = "temporal"
+_TEMPORAL = "temporal"
 
 
 # Caches and buffers ------------------------------------------------------------------------------------------------
@@ -55,9 +55,9 @@ def temporal_indices_stale(lab: Lab) -> Iterator[None]:
     before: Values = {}
 
     def change(values: Values, _grids: list[list[int]]) -> None:
-        own = values[_INDICES]
-        values[_INDICES] = before.get(_INDICES, own)[: len(own)]  # another budget's buffer may be shorter
-        before[_INDICES] = own
+        own = values[_TEMPORAL]
+        values[_TEMPORAL] = before.get(_TEMPORAL, own)[: len(own)]  # another budget's buffer may be shorter
+        before[_TEMPORAL] = own
 
     with changed_values(lab, change):
         yield
