@@ -27,7 +27,7 @@ from workbench.encoder import engine  # noqa: E402 - needs an engine
 from workbench.encoder.session import EncoderSession, Grid, SessionOptions, open_session  # noqa: E402
 from workbench.encoder.variants import VARIANTS, attach, guard, names_for  # noqa: E402
 from workbench.encoder.variants.attention import TILES  # noqa: E402
-from workbench.encoder.variants.gemm import Gemm  # noqa: E402
+from workbench.encoder.variants.gemm import Gemm, Multiply, Quack  # noqa: E402
 from workbench.encoder.variants.recipe import Recipe  # noqa: E402
 
 NAMES = names_for("ernie45_vl")
@@ -388,7 +388,8 @@ def in_float32() -> Iterator[EncoderSession]:
             yield session
 
 
-QUACK = Gemm(128, 160, True, (2, 1))
+QUACK = Quack(128, 160, True, (2, 1))
+WHOLE, IN_PARTS = Multiply(64, 64, 32, 4, 4), Multiply(64, 32, 16, 4, 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -399,6 +400,7 @@ QUACK = Gemm(128, 160, True, (2, 1))
         Recipe(0, 2, 4, 2, TILES[0]),
         Recipe(QUACK, 4, QUACK, 1),
         Recipe(QUACK, 0, 2, 4, TILES[1]),
+        Recipe(WHOLE, WHOLE, QUACK, IN_PARTS, TILES[0]),
     ],
     ids=str,
 )
@@ -413,6 +415,9 @@ def test_a_tower_is_the_same_by_every_recipe(
         return recipe
 
     def linear(x: Any, weight: Any, bias: Any, gemm: Gemm, activation: str | None = None) -> Any:
+        if gemm == IN_PARTS:
+            assert bias is None
+            return torch.stack([a @ b.t() for a, b in zip(x.chunk(2, 1), weight.chunk(2, 1), strict=True)])
         result = x @ weight.t() + bias
         return result * torch.sigmoid(1.702 * result) if activation == "quick_gelu" else result
 
