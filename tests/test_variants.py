@@ -388,10 +388,19 @@ def in_float32() -> Iterator[EncoderSession]:
             yield session
 
 
+@pytest.fixture
+def unmeasured() -> None:
+    """Forget what was measured on a tower."""
+    from workbench.encoder.variants import fused
+
+    fused._RECIPES.clear()
+
+
 QUACK = Quack(128, 160, True, (2, 1))
 WHOLE, IN_PARTS = Multiply(64, 64, 32, 4, 4), Multiply(64, 32, 16, 4, 4, 2)
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -435,6 +444,7 @@ def test_a_tower_is_the_same_by_every_recipe(
         assert len(made) == len(BUDGETS)
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_nothing_is_measured_while_a_graph_is_captured(
     in_float32: EncoderSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,6 +461,9 @@ def test_nothing_is_measured_while_a_graph_is_captured(
     assert model._recipe(64, metadata) == Recipe(proj=2)
     longer = metadata | {"cu_seqlens": torch.tensor([0, 64, 64], dtype=torch.int32)}
     assert model._recipe(64, longer) == Recipe()  # more slots are another graph
+    again = attach(in_float32.model, ["fused", "resampler"])
+    again.in_triton = True
+    assert again._recipe(64, metadata) == Recipe(proj=2)  # models of one tower compute alike
 
 
 # Attaching ----------------------------------------------------------------------------------------------------------

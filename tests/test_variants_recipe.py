@@ -81,7 +81,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch, cost: Callable[[], float] = l
     """Let every recipe that runs cost alike."""
 
     def time(bench: Any, made: Recipe) -> float:
-        bench.run(made)
+        bench.run(made, bench.blocks)
         return cost()
 
     monkeypatch.setattr(recipe._Bench, "time", time)
@@ -215,7 +215,7 @@ def test_all_blocks_compute_what_vllms_do(blocks: Any, monkeypatch: pytest.Monke
     offsets, made = offsets_of(0, 24, 48), []
     for one in (Recipe(), Recipe(QUACK, IN_PARTS, QUACK, WHOLE, TILES[0]), Recipe(WHOLE, 1, 2, 4, TILES[1])):
         bench = recipe._Bench(blocks, dataflow, ROWS, ways_of(offsets), offsets)
-        bench.run(one)
+        bench.run(one, blocks)
         made.append((bench.stream.normed, bench.stream.hidden))
     for normed, hidden in made[1:]:
         torch.testing.assert_close(normed, made[0][0])

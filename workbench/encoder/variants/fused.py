@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -24,6 +25,9 @@ from workbench.encoder.variants.attention import FLASH4, TILES, Attend, Flash4
 from workbench.encoder.variants.base import ErnieVariant
 from workbench.encoder.variants.recipe import LAYERS, MOST_ROWS, Attention, Recipe, Stream, choose, layer_of, run_block
 
+# What was measured, by tower: models that share one also share its recipes, so their graphs compute alike.
+_RECIPES: "WeakKeyDictionary[torch.nn.Module, dict[tuple[int, int, int], Recipe]]" = WeakKeyDictionary()
+
 
 class Fused(ErnieVariant):
     """See the module.
@@ -31,7 +35,7 @@ class Fused(ErnieVariant):
     Attributes:
         kernels: module that holds the functions of `dataflow.KERNELS`.
         in_triton: `kernels` are Triton's, and steps are measured in several ways.
-        recipes: (rows, sequence slots, longest sequence) -> how a graph of that shape computes its steps.
+        recipes: (rows, sequence slots, longest sequence) -> how a graph of that shape computes its steps; the tower's.
         plan_attention: let FlashAttention 3 plan the blocks' attention once per call. Off unless
             `python -m workbench.encoder.variants.check attention-plan` has shown that this FlashAttention can.
         schedules: (sequence slots, longest sequence) -> "once per call", or why attention is planned in every block.
@@ -42,7 +46,7 @@ class Fused(ErnieVariant):
     def __init_variant__(self) -> None:
         """Choose the kernels; `attach` calls it."""
         self.schedules: dict[tuple[int, int], str] = {}
-        self.recipes: dict[tuple[int, int, int], Recipe] = {}
+        self.recipes = _RECIPES.setdefault(self.vision_model, {})
         self.kernels: Any = dataflow
         self.in_triton = self.vision_model.device.type == "cuda" and importlib.util.find_spec("triton") is not None
         if self.in_triton:
