@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -432,13 +433,17 @@ def test_what_keeps_a_ladder_from_its_word_stands_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "told", "row"),
+    ("model", "told"),
     [
-        ("ernie45_vl", "the ladder is not whole", "| 1.90 | 2.19 |"),
-        ("glm4_1v", "On 64 tokens, videos allowed vLLM's graph is wrong", "| 2.51 | 2.68 |"),
+        ("ernie45_vl", "times as fast as eager as served on"),
+        ("glm4_1v", "On 64 tokens, videos allowed vLLM's graph is wrong"),
     ],
 )
-def test_pages_of_the_recordings(model: str, told: str, row: str, tmp_path: Path) -> None:
+def test_pages_of_the_recordings(model: str, told: str, tmp_path: Path) -> None:
+    ladder = read_ladder(RECORDINGS / f"variants_{model}")
+    case = next(case for case in ladder.cases if case.name == "64 tokens")
+    times = next(column.wall_us for column in case.columns if column.name == ALL)
+    row = f"| {np.mean(times) / 1e3:.2f} | {np.percentile(times, 99) / 1e3:.2f} |"
     create([RECORDINGS / f"variants_{model}"], tmp_path / "a.wbz")
     document = report_of(tmp_path / "a.wbz")
     assert len(document.encode()) < LARGEST_REPORT / 20
