@@ -18,7 +18,19 @@ from tests.runs import small_run
 from tests.test_bundle_report import ATTRIBUTES, TAGS, dump, has_run_a_script, inspect, mutated, report_of
 from workbench import explain
 from workbench.bundle import Bundle, create, opened, read_source
-from workbench.capturable import ALL, GRAPH, LADDER_FILE, SERVED, Case, Column, Ladder, find_ladder, read_ladder
+from workbench.capturable import (
+    ALL,
+    GRAPH,
+    LADDER_FILE,
+    SERVED,
+    Captured,
+    Case,
+    Column,
+    Ladder,
+    Steps,
+    find_ladder,
+    read_ladder,
+)
 from workbench.cli import app
 from workbench.conditions import check
 from workbench.contradictions import LONGEST_NAME, LONGEST_TEXT, MOST_ROWS, MOST_SAMPLES, wrong_ladder
@@ -299,8 +311,8 @@ def test_whole_ladders_contradict_nothing(ladder: Ladder) -> None:
     assert wrong_ladder(ladder) == ""
 
 
-def armed(text: str) -> Ladder:
-    """A valid ladder that says `text` in every place that takes any."""
+def armed(text: str, known: bool) -> Ladder:
+    """A valid ladder that says `text` in every place that takes any; of a `known` encoder, whose recipes are shown."""
     ladder = planted(text)
     name = text[:LONGEST_NAME]
     rename = msgspec.structs.replace
@@ -317,7 +329,22 @@ def armed(text: str) -> Ladder:
         cases=[rename(case, name=name, columns=columns)],
         maps=[*ladder.maps, rename(mapped, name=name, modules=modules)],
         boundaries=[rename(one, name=name, title=name) for one in ladder.boundaries],
-        model=rename(ladder.model, key=name, architecture=text, attention_backend=text, weights=text),
+        captured=[
+            *ladder.captured,
+            Captured(
+                column=name,
+                costs=[],
+                schedules=[text],
+                recipes=[msgspec.structs.replace(steps_of(name), refused=[text])],
+            ),
+        ],
+        model=rename(
+            ladder.model,
+            key=ladder.model.key if known else name,
+            architecture=text,
+            attention_backend=text,
+            weights=text,
+        ),
         created=text,
     )
 
@@ -328,7 +355,7 @@ def weapons(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("weapons")
     texts = [text.replace("{port}", "9") for text in SCRIPTS]
     create(
-        [written(folder / str(number), armed(text)) for number, text in enumerate(texts)],
+        [written(folder / str(number), armed(text, known=number % 2 == 0)) for number, text in enumerate(texts)],
         folder / "a.wbz",
         redact=False,
     )
@@ -393,6 +420,25 @@ def test_a_ladder_without_a_part_is_a_page_too(part: str, tmp_path: Path) -> Non
         assert "ladder of ernie45" in bundle_markdown(contents)
 
 
+def steps_of(way: str, rows: int = 256) -> Steps:
+    return Steps(rows=rows, attention=way, qkv=way, proj=way, fc1=way, fc2=way)
+
+
+@pytest.mark.parametrize(
+    ("recipes", "why"),
+    [
+        ([steps_of("way")] * (MOST_ROWS + 1), "more than 500 ways"),
+        ([steps_of("way", -1)], "a count is negative"),
+        ([steps_of("")], "a name is empty"),
+        ([steps_of("x" * 401)], "longer than 400"),
+    ],
+    ids=["too many", "negative", "empty", "endless"],
+)
+def test_recipes_that_no_ladder_has_are_refused(recipes: list[Steps], why: str) -> None:
+    ladder = msgspec.structs.replace(make_ladder(), captured=[Captured(column=ALL, costs=[], recipes=recipes)])
+    assert why in wrong_ladder(ladder)
+
+
 @pytest.mark.parametrize("missing", [SERVED, GRAPH, ALL])
 def test_a_ladder_without_a_step_is_a_page_too(missing: str, tmp_path: Path) -> None:
     ladder = make_ladder()
@@ -452,6 +498,7 @@ def test_pages_of_the_recordings(model: str, told: str, tmp_path: Path) -> None:
     with opened(tmp_path / "a.wbz") as contents:
         markdown = bundle_markdown(contents)
     assert told in markdown
+    assert ("How blocks are computed" in document) == any(one.recipes for one in ladder.captured)
     assert row in next(line for line in markdown.splitlines() if line.startswith("| 64 tokens |"))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from workbench.capturable import Boundary, Case, Column, Ladder, ModuleMap
+from workbench.capturable import Boundary, Case, Column, Ladder, ModuleMap, Steps
 from workbench.ingest import External
 from workbench.run import Run
 
@@ -61,6 +61,7 @@ def wrong_ladder(ladder: Ladder) -> str:
         *(_wrong_boundary(one) for one in ladder.boundaries),
         *(_wrong_map(one) for one in ladder.maps),
         _wrong_names(one.column for one in ladder.captured),
+        _wrong_recipes([steps for one in ladder.captured for steps in one.recipes]),
         _wrong_plain(msgspec.to_builtins(ladder)),
     )
     return next(filter(None, found), "")
@@ -94,6 +95,13 @@ def _wrong_column(column: Column, items: int) -> str:
         or _wrong_counts((column.ops, column.nodes, *column.budgets))
         or _wrong_names(column.variants)
     )
+
+
+def _wrong_recipes(recipes: Sequence[Steps]) -> str:
+    if len(recipes) > MOST_ROWS:
+        return f"its graphs compute their steps in more than {MOST_ROWS} ways"
+    ways = (way for one in recipes for way in (one.attention, one.qkv, one.proj, one.fc1, one.fc2))
+    return _wrong_names(ways) or _wrong_counts(one.rows for one in recipes)
 
 
 def _wrong_boundary(one: Boundary) -> str:

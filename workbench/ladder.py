@@ -310,7 +310,8 @@ STEPS_OF_A_BLOCK = ("qkv", "attention", "proj", "fc1", "fc2")
 def recipes(ladder: Ladder) -> pd.DataFrame:
     """One row per size of graph: how variants that measure it compute the steps of a block, in order.
 
-    Each captured column measures by itself (`variants.recipe`); ways that only some of them chose stand side by side.
+    Columns that share a tower share what was measured (`variants.recipe`); ways that only some chose stand side by
+    side, as where graphs for videos have room for more sequences.
     Empty for encoders whose variants measure nothing.
     """
     chosen: dict[int, list[Steps]] = {}

@@ -12,6 +12,7 @@ import pandas as pd
 
 from workbench import ladder as tables
 from workbench.capturable import GRAPH, Ladder
+from workbench.models import MODELS
 from workbench.views import ladder_words as words
 from workbench.views.markup import Markup, bullets, element, emphasised, foldout, join, table, unmarked
 from workbench.views.tables import cells
@@ -68,9 +69,18 @@ def _steps(ladder: Ladder) -> Markup | None:
             element("h3", f"Step by step: {one['call'].iloc[0][:_LONGEST_CELL]}"),
             element("p", emphasised(words.steps(one))) if timed else None,
             _frame(one.drop(columns=["call", "tokens"])),
+            _recipes(ladder),
             foldout(f"Every step of every call ({len(every)})", _frame(every.drop(columns="tokens"))),
         ]
     )
+
+
+def _recipes(ladder: Ladder) -> Markup | None:
+    """How graphs compute the steps of a block, where a variant measured that."""
+    if ladder.model.key not in MODELS or (found := tables.recipes(ladder)).empty:
+        return None
+    said = words.recipes(found, tables.schedules(ladder))
+    return join([element("h3", "How blocks are computed"), element("p", emphasised(said)), _frame(found)])
 
 
 def speed_ups(every: pd.DataFrame, width: int = 760) -> Markup | None:
