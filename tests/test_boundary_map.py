@@ -1,6 +1,8 @@
 """The module map: nodes to innermost modules, joined only when counts agree, and the roofline's arithmetic."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,6 +190,21 @@ def test_a_recorded_replay_gives_its_ops_in_order() -> None:
     ops = ops_of(trace)
     assert len(ops) == len(trace.gpu_rows())
     assert all(us > 0 for _, us in ops)
+    alone = trace.duration_ns[trace.gpu_rows()].sum() / 1e3
+    assert 0.99 * alone < sum(us for _, us in ops) < alone  # FlashAttention 3 begins while its plan is still being made
+
+
+def test_a_kernel_that_waits_for_the_one_in_front_counts_from_its_end(tmp_path: Path) -> None:
+    from workbench.trace import read_trace
+
+    kernels = [("a", 0, 10), ("b", 1, 14), ("inside", 2, 3), ("c", 20, 5), ("d", 25, 1)]  # name, begin, microseconds
+    events = [
+        {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 7, "ts": begin, "dur": us, "args": {"stream": 7}}
+        for name, begin, us in kernels
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    assert ops_of(read_trace(path)) == [("a", 10.0), ("b", 5.0), ("inside", 0.0), ("c", 5.0), ("d", 1.0)]
 
 
 def test_hooks_note_every_module_while_the_stream_captures(monkeypatch: pytest.MonkeyPatch) -> None:

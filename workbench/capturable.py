@@ -93,7 +93,8 @@ class MappedModule(Record, frozen=True):
 
     Attributes:
         module: dotted name; "" is what belongs to none.
-        families: kernel family -> (nodes, microseconds in one replay).
+        us: of one replay. Where kernels overlap, the later one counts from the end of the one in front.
+        families: kernel family -> (nodes, microseconds of `us`).
         flops, weight_bytes: of the module alone, for this graph's rows.
         roofline_us: the least time that the device needs for them; zero for one that is not known.
     """

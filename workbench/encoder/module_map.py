@@ -259,7 +259,15 @@ def replayed_ops(replay: Callable[[], None]) -> list[Op]:
 
 
 def ops_of(trace: Trace) -> list[Op]:
-    """Return (name, microseconds) of the GPU ops of `trace`, in the order they began."""
+    """Return (name, microseconds) of the GPU ops of `trace`, in the order they began.
+
+    A kernel that was launched before the one in front had ended waits for it inside (programmatic dependent launch).
+    It counts from that end on, so that the ops' sum is the time in which any was running.
+    """
     rows = trace.gpu_rows()
     rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
-    return [(trace.names[trace.name[row]], float(trace.duration_ns[row]) / 1e3) for row in rows]
+    begun = trace.start_ns[rows].astype(np.int64)
+    ended = np.maximum.accumulate(begun + trace.duration_ns[rows])
+    before = np.concatenate([begun[:1], ended[:-1]])
+    own = ended - np.maximum(begun, before)
+    return [(trace.names[trace.name[row]], float(us) / 1e3) for row, us in zip(rows, own, strict=True)]

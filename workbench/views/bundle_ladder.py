@@ -193,7 +193,7 @@ def _frame(frame: pd.DataFrame) -> Markup:
     shown = frame.head(_MOST_ROWS)
     columns = [cells(shown.iloc[:, place]) for place in range(shown.shape[1])]
     rows = [[texts[row][:_LONGEST_CELL] for _, texts in columns] for row in range(len(shown))]
-    text_columns = next((place for place, (numbers, _) in enumerate(columns) if numbers), len(columns))
+    text_columns = [place for place, (numbers, _) in enumerate(columns) if not numbers]
     cut = element("p", f"{len(frame) - _MOST_ROWS:,} more rows", class_="muted") if len(frame) > _MOST_ROWS else None
     return join([table([str(name) for name in frame], rows, text_columns=text_columns), cut])
 

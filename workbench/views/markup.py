@@ -8,7 +8,7 @@ There is no way to write raw HTML from data, so nothing a stranger named can bec
 
 import html
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from workbench.archive import printable
 
@@ -52,16 +52,17 @@ def join(children: Iterable[Child]) -> Markup:
     return Markup("".join(parts))
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Child]], *, text_columns: int = 1) -> Markup:
-    """A table whose first `text_columns` columns are text, the others numbers (right-aligned)."""
+def table(head: Sequence[str], rows: Iterable[Sequence[Child]], *, text_columns: int | Container[int] = 1) -> Markup:
+    """A table whose first `text_columns` columns, or those at such places, are text, the others numbers."""
+    text = range(text_columns) if isinstance(text_columns, int) else text_columns
     body = [
         element(
             "tr",
-            [element("td", cell, class_=None if place < text_columns else "n") for place, cell in enumerate(row)],
+            [element("td", cell, class_=None if place in text else "n") for place, cell in enumerate(row)],
         )
         for row in rows
     ]
-    titles = [element("th", title, class_=None if place < text_columns else "n") for place, title in enumerate(head)]
+    titles = [element("th", title, class_=None if place in text else "n") for place, title in enumerate(head)]
     return element(
         "div", element("table", element("thead", element("tr", titles)), element("tbody", body)), class_="wide"
     )
