@@ -15,7 +15,7 @@ from pathlib import Path
 
 from workbench.capturable import ALL, FALLBACK, GRAPH, LADDER_FILE, SERVED, Case, Column, Ladder, read_ladder
 from workbench.errors import WorkbenchError
-from workbench.ladder import FAR, in_order, last_step, recipes, schedules, title
+from workbench.ladder import FAR, caveats, in_order, last_step, recipes, schedules, title
 from workbench.models import model_facts
 from workbench.stats import summary
 from workbench.views import ladder_words
@@ -149,8 +149,8 @@ def _wrapped(text: str) -> str:
 
 
 def _whole(ladder: Ladder) -> str:
-    """Say what the run did not come to."""
-    return f"Not whole: {'; '.join(ladder.notes)}.\n" if ladder.notes else ""
+    """Say what the run did not come to, and what disturbed it."""
+    return "".join(f"{caveat[0].upper()}{caveat[1:]}.\n" for caveat in caveats(ladder))
 
 
 def _refused(ladder: Ladder) -> str:

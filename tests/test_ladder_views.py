@@ -389,3 +389,29 @@ def test_where_a_ladder_comes_from(made: Ladder) -> None:
     kind, _, numbers = ladder.source(msgspec.structs.replace(made, replay="static_replay"))
     assert (kind, numbers) == ("static_replay", {})
     assert ladder.source(msgspec.structs.replace(made, cases=made.cases[:1]))[2] == {}
+
+
+# How steady the host was --------------------------------------------------------------------------------------------
+
+
+def timed(made: Ladder, call: int, times: list[float]) -> Ladder:
+    """The ladder with such times of eager as served on one call."""
+    case = made.cases[call]
+    columns = [
+        msgspec.structs.replace(column, wall_us=times) if column.name == SERVED else column for column in case.columns
+    ]
+    cases = [msgspec.structs.replace(case, columns=columns) if one is case else one for one in made.cases]
+    return msgspec.structs.replace(made, cases=cases)
+
+
+def test_a_host_whose_speed_swings_is_told(made: Ladder) -> None:
+    assert ladder.unsteady(made) == {}
+    steady = timed(made, 0, [1000.0 + 300 * (number % 2) for number in range(100)])  # noise, not a swing
+    assert ladder.caveats(steady) == ladder.caveats(made)
+    swung = timed(made, 1, [1000.0] * 60 + [1700.0] * 40)
+    assert ladder.unsteady(swung) == {made.cases[1].name: pytest.approx(1.7)}
+    assert f"unsteady on {made.cases[1].name}" in ladder.caveats(swung)[-1]
+    assert "1.7 times as long" in ladder.caveats(swung)[-1]
+    assert ladder.unsteady(timed(made, 1, [1000.0] * 6 + [1700.0] * 4)) == {}  # too few to tell
+    on_a_cpu = msgspec.structs.replace(swung, replay="static_replay")
+    assert not any("unsteady" in caveat for caveat in ladder.caveats(on_a_cpu))

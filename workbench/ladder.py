@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import pandas as pd
 
 from workbench.capturable import (
@@ -40,6 +41,7 @@ ALL_BLOCKS = "blocks.*"
 COMBINED = " + "  # between the variants of one column
 FAR = 3  # noise floors: the limit of a mismatch, as in the parity lab
 HEAVY = 0.02  # a module of a smaller share of the graph is not worth a name
+_SWUNG, _FEWEST_TO_SWING = 1.5, 50  # see `unsteady`; samples of eager as served
 _BLOCK = re.compile(r"\bblocks\.\d+")
 # What the ladder calls vLLM's own graph, told apart from a variant's for people.
 _TITLES = {GRAPH: "vLLM's graph"}
@@ -83,7 +85,28 @@ def caveats(ladder: Ladder) -> list[str]:
         told.append("static replay: Python runs again over fixed buffers, so its times say nothing about CUDA graphs")
     if ladder.notes or not ladder.complete:
         told.append(f"the ladder is not whole: {'; '.join(ladder.notes) or 'its session did not come to its end'}")
+    if ladder.replay == "cuda_graph" and (swung := unsteady(ladder)):
+        call, times = max(swung.items(), key=lambda pair: pair[1])
+        told.append(
+            f"the host was unsteady on {', '.join(swung)}: on {call} eager as served took {times:.1f} times as long in "
+            "one tenth of the samples as in another; all steps had the same host, so ratios say more than milliseconds"
+        )
     return told
+
+
+def unsteady(ladder: Ladder) -> dict[str, float]:
+    """Calls during which the host's speed swung, as where others share it: call -> how far.
+
+    Eager as served waits for the host most. Its samples are cut into tenths in the order they were taken; how far is
+    the largest of their medians over the smallest, of calls where that is more than `_SWUNG`.
+    """
+    found = {}
+    for case in ladder.cases:
+        times = next((column.wall_us for column in case.columns if column.name == SERVED), [])
+        if len(times) >= _FEWEST_TO_SWING:
+            medians = [float(np.median(tenth)) for tenth in np.array_split(np.asarray(times), 10)]
+            found[case.name] = max(medians) / min(medians)
+    return {call: swing for call, swing in found.items() if swing > _SWUNG}
 
 
 def missing(facts: ModelFacts) -> str:
