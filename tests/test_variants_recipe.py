@@ -1,6 +1,7 @@
 """How variant `fused` chooses between ways to compute a step, on the CPU: what is equal, what is refused, who wins."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -258,11 +259,13 @@ def test_what_cannot_be_compiled_is_left_out_and_said(blocks: Any, monkeypatch: 
 
 
 def test_what_cannot_be_captured_is_left_out_and_said(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gave the right result, and failed only where it was timed."""
+    """It gave the right result, and failed only where it was timed. A capture that failed may leave its marks."""
     monkeypatch.setattr(gemm, "linear", in_torch)
+    failed = []
 
     def time(bench: Any, made: Recipe) -> float:
         if made.fc2 == IN_PARTS:
+            failed.append(made)
             raise RuntimeError("not while capturing")
         return 1.0
 
@@ -270,6 +273,7 @@ def test_what_cannot_be_captured_is_left_out_and_said(blocks: Any, monkeypatch: 
     chosen = chosen_by(blocks, offsets_of(0, 24, 48), more={"fc2": (IN_PARTS,)})
     assert chosen == Recipe()
     assert chosen.refused == ("fc2 by Triton, 64 x 128, 2 parts: RuntimeError not while capturing",)
+    assert len(failed) == 1
 
 
 def test_vllms_own_way_has_to_work(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,6 +372,22 @@ def test_an_attention_that_is_wrong_is_never_chosen(blocks: Any, monkeypatch: py
         assert chosen_by(blocks, offsets, with_attention(attend)).attention is None
 
 
+def test_an_attention_that_leaves_rows_as_they_were_is_never_chosen(
+    blocks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands there is vLLM's result, where its attention wrote to the same place."""
+    with_times(monkeypatch, lambda way: 1.0 if way is None else 0.1)
+
+    def attend(*given: Any) -> None:
+        kept = given[4][ROWS // 2 :].clone()
+        dataflow.attend(*given)
+        given[4][ROWS // 2 :] = kept
+
+    chosen = chosen_by(blocks, offsets_of(0, 24, 48), with_attention(attend))
+    assert chosen.attention is None
+    assert chosen.refused == tuple(f"attention by {tile}: another result" for tile in TILES)
+
+
 def with_attention(attend: Callable[..., None]) -> Any:
     return SimpleNamespace(attend=attend)
 
@@ -403,6 +423,68 @@ def test_steps_are_timed_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recipe._side(torch.device("cuda:1")) is not recipe._side(torch.device("cuda:0"))
     assert made == [torch.device("cuda:0"), torch.device("cuda:1")]
     recipe._side.cache_clear()
+
+
+class Graph:
+    """Of `torch.cuda.CUDAGraph`, which memory it is captured into: a pool that no graph holds is refused."""
+
+    holders: dict[int, int] = {}  # graphs by pool
+    used: list[int] = []
+
+    def capture_begin(self, pool: int | None = None) -> None:
+        assert pool is None or self.holders[pool] > 0
+        self._pool = len(self.holders) if pool is None else pool
+        self.holders[self._pool] = self.holders.get(self._pool, 0) + 1
+        self.used.append(self._pool)
+
+    def capture_end(self) -> None:
+        pass
+
+    def replay(self) -> None:
+        pass
+
+    def pool(self) -> int:
+        return self._pool
+
+    def __del__(self) -> None:
+        self.holders[self._pool] -= 1
+
+
+@pytest.fixture
+def bench(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One whose time stands still."""
+    event = SimpleNamespace(record=lambda _: None, synchronize=lambda: None, elapsed_time=lambda _: 1.0)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(recipe, "_side", lambda _: None)
+    Graph.holders.clear()
+    Graph.used.clear()
+    offsets = offsets_of(0, 24, 48)
+    return recipe._Bench(blocks, dataflow, ROWS, ways_of(offsets), offsets)
+
+
+def test_graphs_that_are_timed_share_their_memory(bench: Any) -> None:
+    """Memory of its own would stay reserved after each."""
+    for one in (Recipe(), Recipe(fc1=1), Recipe(fc1=2)):
+        bench.time(one)
+    assert Graph.used == [0, 0, 0]
+
+
+def test_after_a_capture_that_failed_memory_is_not_shared(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(made: Recipe, blocks: Any) -> None:
+        if len(blocks) > 1:
+            raise RuntimeError("not while capturing")
+
+    bench.time(Recipe())
+    with monkeypatch.context() as patched:
+        patched.setattr(bench, "run", run)
+        with pytest.raises(RuntimeError, match="not while capturing"):
+            bench.time(Recipe(fc1=1))
+    for one in (Recipe(fc1=2), Recipe(fc2=1)):
+        bench.time(one)
+    assert Graph.used == [0, 0, 1, 1]
 
 
 def test_large_graphs_keep_their_products_whole(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:

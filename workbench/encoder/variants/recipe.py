@@ -202,6 +202,7 @@ class _Bench:
         self.blocks, self.kernels, self.rows, self.ways, self.offsets = blocks, kernels, rows, ways, offsets
         self.refused: list[str] = []
         self.costs: dict[Hashable, float] = {}
+        self.timed: Any = None  # the graph before; the next one is captured into its memory
         attention = blocks[0].attn
         heads, size = attention.num_attention_heads_per_partition, attention.hidden_size_per_attention_head
         self.dtype, device = blocks[0].norm1.weight.dtype, blocks[0].norm1.weight.device
@@ -239,6 +240,7 @@ class _Bench:
             for step, ways in usable.items():
                 cost = {way: self._cost(step, way, best) for way in ways}
                 best = replace(best, **{step: min(cost, key=lambda way: cost[way])}) if cost else best
+                usable[step] = [way for way in ways if cost[way] < _NEVER]
         return replace(best, refused=tuple(dict.fromkeys(self.refused)))
 
     def _fits(self, step: str, way: Any) -> bool:
@@ -268,6 +270,7 @@ class _Bench:
         for sequences in self.layouts:
             held = self._lay(sequences)
             expected = self._attended(None)[:held].clone()
+            self.stream.context.zero_()  # or rows that the way leaves as they were would be vLLM's
             alike &= way is None or self._alike(self._attended(way)[:held], expected)
         return alike
 
@@ -328,12 +331,16 @@ class _Bench:
         with torch.cuda.stream(stream):
             self.run(recipe, self.blocks[:1])  # compiles, and sets libraries up
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin()  # torch.cuda.graph would collect garbage before each
+            graph, before = torch.cuda.CUDAGraph(), self.timed
+            self.timed = None  # a capture that fails may spoil its memory
+            # `torch.cuda.graph` would collect garbage and give memory back before each. Memory of its own would stay
+            # reserved after each graph, where no later capture could have it.
+            graph.capture_begin(pool=None if before is None else before.pool())
             try:
                 self.run(recipe, self.blocks)
             finally:
                 graph.capture_end()
+            self.timed = graph
             graph.replay()
             found = []
             replays = 3 if self.rows <= _TWICE_UP_TO else 1
