@@ -393,7 +393,7 @@ def unmeasured() -> None:
     """Forget what was measured on a tower."""
     from workbench.encoder.variants import fused
 
-    fused._RECIPES.clear()
+    fused._MEASURED.clear()
 
 
 QUACK = Quack(128, 160, True, (2, 1))
@@ -464,6 +464,10 @@ def test_nothing_is_measured_while_a_graph_is_captured(
     again = attach(in_float32.model, ["fused", "resampler"])
     again.in_triton = True
     assert again._recipe(64, metadata) == Recipe(proj=2)  # models of one tower compute alike
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    again._recipe(64, longer)
+    assert [*model.recipes] == [(64, 1, 64)]  # and each has on record what its own graphs do
+    assert [*again.recipes] == [(64, 1, 64), (64, 2, 64)]
 
 
 # Attaching ----------------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from workbench.encoder.variants.attention import FLASH4, TILES, Attend, Flash4
 from workbench.encoder.variants.base import ErnieVariant
 from workbench.encoder.variants.recipe import LAYERS, MOST_ROWS, Attention, Recipe, Stream, choose, layer_of, run_block
 
-# What was measured, by tower: models that share one also share its recipes, so their graphs compute alike.
-_RECIPES: "WeakKeyDictionary[torch.nn.Module, dict[tuple[int, int, int], Recipe]]" = WeakKeyDictionary()
+# What was measured, by tower: models that share one do not measure again, so their graphs compute alike.
+_MEASURED: "WeakKeyDictionary[torch.nn.Module, dict[tuple[int, int, int], Recipe]]" = WeakKeyDictionary()
 
 
 class Fused(ErnieVariant):
@@ -35,7 +35,7 @@ class Fused(ErnieVariant):
     Attributes:
         kernels: module that holds the functions of `dataflow.KERNELS`.
         in_triton: `kernels` are Triton's, and steps are measured in several ways.
-        recipes: (rows, sequence slots, longest sequence) -> how a graph of that shape computes its steps; the tower's.
+        recipes: (rows, sequence slots, longest sequence) -> how this model's graph of that shape computes its steps.
         plan_attention: let FlashAttention 3 plan the blocks' attention once per call. Off unless
             `python -m workbench.encoder.variants.check attention-plan` has shown that this FlashAttention can.
         schedules: (sequence slots, longest sequence) -> "once per call", or why attention is planned in every block.
@@ -46,7 +46,7 @@ class Fused(ErnieVariant):
     def __init_variant__(self) -> None:
         """Choose the kernels; `attach` calls it."""
         self.schedules: dict[tuple[int, int], str] = {}
-        self.recipes = _RECIPES.setdefault(self.vision_model, {})
+        self.recipes: dict[tuple[int, int, int], Recipe] = {}
         self.kernels: Any = dataflow
         self.in_triton = self.vision_model.device.type == "cuda" and importlib.util.find_spec("triton") is not None
         if self.in_triton:
@@ -109,11 +109,13 @@ class Fused(ErnieVariant):
 
         offsets = metadata["cu_seqlens"]
         key = (rows, offsets.shape[0] - 1, int(metadata["max_seqlen"]))
-        if key not in self.recipes:
+        measured = _MEASURED.setdefault(self.vision_model, {})
+        if key not in measured:
             if torch.cuda.is_current_stream_capturing():
                 return Recipe()
-            self.recipes[key] = self._measured(rows, kernels, metadata)
-        return self.recipes[key]
+            measured[key] = self._measured(rows, kernels, metadata)
+        self.recipes[key] = measured[key]
+        return measured[key]
 
     def _measured(self, rows: int, kernels: Any, metadata: dict[str, torch.Tensor]) -> Recipe:
         blocks, offsets = self.vision_model.blocks, metadata["cu_seqlens"]
