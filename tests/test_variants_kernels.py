@@ -59,6 +59,33 @@ def test_the_check_sees_a_wrong_kernel() -> None:
     assert done.stdout.split() == ["rotate", "add_norm", "quick_gelu", "attend", "multiply"]
 
 
+LIMITS = """
+import sys
+import torch
+import triton
+name = "triton.tools.tensor_descriptor"
+descriptors, sys.modules[name] = sys.modules[name], None
+from workbench.encoder.variants import kernels
+from workbench.encoder.variants.gemm import Multiply
+x, weight = torch.randn(4, 192).half(), torch.randn(32, 192).half()
+def refused(parts, bias=None):
+    try:
+        kernels.multiply(x, weight, bias, Multiply(16, 32, 32, 4, 2, parts))
+    except (ImportError, AssertionError) as error:
+        return type(error).__name__
+print(refused(1))
+sys.modules[name] = descriptors
+print(refused(3), refused(4), refused(2, weight[:, 0]))  # six steps by fours: 2, 2, 2 and none
+"""
+
+
+def test_only_the_product_needs_descriptors_and_none_of_its_parts_is_empty() -> None:
+    """An older Triton has none; the kernels can be imported all the same."""
+    done = run("-c", LIMITS)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["ModuleNotFoundError", "None", "AssertionError", "AssertionError"]
+
+
 def test_only_hopper_launches_a_kernel_before_the_one_in_front_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

@@ -6,7 +6,7 @@ import torch
 
 from workbench.encoder.variants.attention import Tile
 
-# Every function that variant `fused` runs, here and in `kernels`.
+# The functions that are both here and in `kernels`; variant `fused` runs those of one of them.
 KERNELS = ("add_norm", "normed", "rotate", "quick_gelu", "attend")
 
 

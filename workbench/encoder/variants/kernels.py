@@ -7,7 +7,7 @@ A product may come in parts, [parts, rows, width]: sums over shares of its inner
 and its bias too. The kernel that reads the product adds them up, in float32 and always in the same order.
 
 Every function works on CUDA tensors, and under `TRITON_INTERPRET=1` on CPU tensors.
-`workbench.encoder.variants.dataflow` has the same functions in torch.
+`workbench.encoder.variants.dataflow` has the same functions in torch, but for `multiply`.
 """
 
 from functools import cache
@@ -15,7 +15,6 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from workbench.encoder.variants.attention import Tile
 from workbench.encoder.variants.gemm import Multiply
@@ -255,17 +254,25 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, w
         x: [rows, inner], contiguous.
         weight: [outer, inner], contiguous; `way.columns` divides outer, and `way.inner` inner.
         bias: [outer].
+        way: no part may be empty.
+
+    Raises:
+        ImportError: this Triton has no tensor descriptors on the host, as before 3.4.
     """
+    from triton.tools.tensor_descriptor import TensorDescriptor  # here, so that the other kernels work without
+
     (rows, inner), outer = x.shape, weight.shape[0]
+    steps = inner // way.inner
+    share = triton.cdiv(steps, way.parts)
     assert bias is None or way.parts == 1
+    assert (way.parts - 1) * share < steps
     result = x.new_empty((rows, outer) if way.parts == 1 else (way.parts, rows, outer))
     early = _early(x.device)
-    steps = inner // way.inner
     _multiply[(triton.cdiv(rows, way.rows), outer // way.columns, way.parts)](
         TensorDescriptor.from_tensor(x, [way.rows, way.inner]),
         TensorDescriptor.from_tensor(weight, [way.columns, way.inner]),
-        weight, weight if bias is None else bias, result, rows, outer, steps, triton.cdiv(steps, way.parts), way.rows,
-        way.columns, way.inner, bias is not None, early, num_warps=way.warps, num_stages=way.stages, **_launch(early),
+        weight, weight if bias is None else bias, result, rows, outer, steps, share, way.rows, way.columns, way.inner,
+        bias is not None, early, num_warps=way.warps, num_stages=way.stages, **_launch(early),
     )  # fmt: skip
     return result
 

@@ -4,7 +4,7 @@ A graph of few rows has products that cannot fill the GPU. Cut along their inner
 kernel adds up, they can; and for short sequences one small attention kernel is faster than FlashAttention. In larger
 graphs the activation costs less inside its product, and attention less where the head size is not padded. Which way
 wins depends on rows and GPU, and on the kernels in front and behind, which may overlap. So each way is measured inside
-its block, all blocks one after the other, once for every number of rows and before the first capture.
+its block, all blocks one after the other, once for every shape of graph and before its first capture.
 
 Import this module only after `engine.require_vllm`.
 """
