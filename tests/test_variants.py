@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -468,6 +469,15 @@ def test_nothing_is_measured_while_a_graph_is_captured(
     again._recipe(64, longer)
     assert [*model.recipes] == [(64, 1, 64)]  # and each has on record what its own graphs do
     assert [*again.recipes] == [(64, 1, 64), (64, 2, 64)]
+
+
+def test_no_other_product_is_offered_to_a_quantised_layer() -> None:
+    from workbench.encoder.variants.fused import Fused
+
+    for stored in ({"qweight": torch.zeros(8, 8)}, {"weight": torch.zeros(64)}):
+        block = SimpleNamespace(attn=SimpleNamespace(qkv=SimpleNamespace(**stored)))
+        tower: Any = SimpleNamespace(vision_model=SimpleNamespace(blocks=[block]))
+        assert Fused._gemms(tower, "qkv", 256) == ()
 
 
 # Attaching ----------------------------------------------------------------------------------------------------------

@@ -505,3 +505,27 @@ def test_quantised_layers_keep_their_own_product(blocks: Any, monkeypatch: pytes
     offsets = offsets_of(0, 48)
     chosen = chosen_by(blocks, offsets)
     assert (chosen.proj, chosen.fc1) == (0, 1)
+
+
+class Stored(torch.nn.Module):
+    """A layer of quantised weights, called `name` and [inner, outer], as vLLM's fp8 and GPTQ layers keep them."""
+
+    def __init__(self, plain: Linear, name: str) -> None:
+        super().__init__()
+        self.name, self.bias = name, plain.bias
+        self.register_buffer(name, plain.weight.t().to(torch.float8_e4m3fn))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x @ getattr(self, self.name).to(x.dtype) + self.bias, None
+
+
+@pytest.mark.parametrize("name", ["weight", "qweight"])
+def test_layers_whose_weights_are_stored_otherwise_keep_their_own_product(
+    blocks: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    with_times(monkeypatch, lambda way: 5.0 if way == 0 else 1.0)
+    for block in blocks:
+        block.attn.qkv, block.mlp.fc2 = (Stored(layer, name) for layer in (block.attn.qkv, block.mlp.fc2))
+    chosen = chosen_by(blocks, offsets_of(0, 48), more=MORE)
+    assert (chosen.qkv, chosen.proj, chosen.fc2) == (0, 1, 0)
+    assert not [why for why in chosen.refused if "qkv" in why or "fc2" in why]

@@ -138,8 +138,8 @@ class Fused(ErnieVariant):
 
     def _gemms(self, step: str, rows: int) -> Sequence[gemm.Gemm]:
         """Return the ways worth a trial on a product of this tower."""
-        weight = layer_of(self.vision_model.blocks[0], step).weight
-        if weight.dim() != 2:  # quantised
+        weight = getattr(layer_of(self.vision_model.blocks[0], step), "weight", None)
+        if weight is None or weight.dim() != 2:  # quantised
             return ()
         multiprocessors = torch.cuda.get_device_properties(weight.device).multi_processor_count
         outer, inner = weight.shape

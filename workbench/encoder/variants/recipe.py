@@ -125,8 +125,10 @@ def _sums(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
 
 def can_be_cut(layer: Any, parts: int, dtype: torch.dtype) -> bool:
     """Tell whether `product` takes the layer's weight in so many parts, each aligned for tensor cores."""
-    weight = layer.weight
-    plain = weight.dim() == 2 and weight.dtype == dtype and weight.is_contiguous() and layer.bias is not None
+    weight = getattr(layer, "weight", None)  # some quantised layers have none of that name
+    if weight is None or layer.bias is None:
+        return False
+    plain = weight.dim() == 2 and weight.dtype == dtype and weight.is_contiguous()
     return bool(plain and weight.shape[1] % (8 * max(parts, 1)) == 0)
 
 
@@ -175,7 +177,7 @@ def choose(
     """Measure every way on a graph of `rows` rows, one step after the other, and return the fastest of each.
 
     Args:
-        blocks: the tower's, on CUDA, not quantised.
+        blocks: the tower's, on CUDA; quantised layers keep their own product.
         kernels: the module of that name.
         ways: of attention, all of which read `offsets`; None is vLLM's.
         gemms: ways to make the products of "qkv", "proj", "fc1" and "fc2".
@@ -215,7 +217,8 @@ class _Bench:
         width = blocks[0].norm1.weight.shape[0]
         angle = random(rows, size // 2).float()
         context = torch.zeros(rows, heads, size, dtype=self.dtype, device=device)
-        self.narrow, self.wide = random(rows, width), random(rows, blocks[0].mlp.fc2.weight.shape[1])
+        self.narrow = random(rows, width)
+        self.wide = random(*product(blocks[0].mlp.fc1, self.narrow, 0)[0].shape)  # a weight may be stored either way
         self.stream = Stream(random(rows, width), self.narrow, angle, angle, context)
         self.qkv = random(rows, 3 * heads, size)
         slots = offsets.shape[0] - 1
