@@ -150,6 +150,31 @@ def test_pixels_alone_written_again_in_place_are_seen(plain: EncoderSession, cha
         assert not same(before, after)
 
 
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_shards_of_a_call_give_what_the_whole_call_gives(
+    plain: EncoderSession, changed: EncoderSession, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """As where ranks share a call out: each selects its items of the call, then its batches of these, or nothing."""
+    manager, place = changed.manager, "vllm.v1.worker.encoder_cudagraph.get_tensor_model_parallel"
+    monkeypatch.setattr(f"{place}_world_size", lambda: ranks)
+    calls: list[tuple[Modality, list[Grid]]] = [("image", [(1, 8, 8), (1, 2, 2), (1, 4, 6)]), ("image", [(1, 2, 4)])]
+    if manager.supports_modality("video"):
+        calls.append(("video", [(2, 4, 4), (4, 2, 2), (2, 2, 6)]))
+    for modality, grids in calls:
+        inputs = changed.inputs(grids, modality)
+        outputs: dict[int, Any] = {}
+        expected = plain.graph(inputs) if modality == "image" else plain.eager_served(inputs)
+        for rank in range(ranks):
+            monkeypatch.setattr(f"{place}_rank", lambda rank=rank: rank)
+            with torch.inference_mode():
+                tokens = manager._get_per_item_out_tokens(inputs.mm_kwargs)
+                local, order, counts, _ = manager._dp_shard(inputs.mm_kwargs, tokens)
+                made = manager._execute_local(local)
+            items = order[sum(counts[:rank]) :][: counts[rank]]
+            outputs |= dict(zip(items, made, strict=True))
+        assert same([outputs[item] for item in range(len(grids))], expected), (modality, grids)
+
+
 def test_padding_rows_never_reach_an_item(plain: EncoderSession, changed: EncoderSession) -> None:
     """NaN in what an earlier replay left behind would spread if a kernel read it."""
     small, large = plain.inputs([(1, 2, 2)], seed=3), plain.inputs([(1, 8, 8)], seed=4)
