@@ -69,13 +69,27 @@ def chosen_by(
     return choose(blocks, dataflow, ROWS, ways_of(offsets, kernels, vllm), gemms, offsets)
 
 
+def timed_by(monkeypatch: pytest.MonkeyPatch, time: Callable[[Any, Recipe], float]) -> None:
+    """Let a bench's recipe cost what `time` says; what it raises ends the capture."""
+
+    def captured(bench: Any, made: Recipe) -> Recipe:
+        time(bench, made)
+        return made
+
+    def times(bench: Any, graphs: dict[Any, Recipe]) -> dict[Any, float]:
+        return {way: time(bench, made) for way, made in graphs.items()}
+
+    monkeypatch.setattr(recipe._Bench, "captured", captured)
+    monkeypatch.setattr(recipe._Bench, "times", times)
+
+
 def with_times(monkeypatch: pytest.MonkeyPatch, cost: Callable[[Any], float]) -> None:
     """Let a recipe cost what its ways cost: parts, tile, another's product; vLLM's attention has none."""
 
     def time(bench: Any, made: Recipe) -> float:
         return 1.0 + sum(map(cost, (made.qkv, made.proj, made.fc1, made.fc2, made.attention)))
 
-    monkeypatch.setattr(recipe._Bench, "time", time)
+    timed_by(monkeypatch, time)
 
 
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch, cost: Callable[[], float] = lambda: 1.0) -> None:
@@ -85,7 +99,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch, cost: Callable[[], float] = l
         bench.run(made, bench.blocks)
         return cost()
 
-    monkeypatch.setattr(recipe._Bench, "time", time)
+    timed_by(monkeypatch, time)
 
 
 @pytest.mark.parametrize("parts", [0, 1, 2, 4])
@@ -196,7 +210,7 @@ def test_a_way_that_pays_only_beside_another_is_found(blocks: Any, monkeypatch: 
     def time(bench: Any, made: Recipe) -> float:
         return 3.0 - (made.proj == IN_PARTS) - (made.attention == TILES[0] and made.proj == IN_PARTS)
 
-    monkeypatch.setattr(recipe._Bench, "time", time)
+    timed_by(monkeypatch, time)
     assert chosen_by(blocks, offsets_of(0, 24, 48), more=MORE) == Recipe(proj=IN_PARTS, attention=TILES[0])
 
 
@@ -269,7 +283,7 @@ def test_what_cannot_be_captured_is_left_out_and_said(blocks: Any, monkeypatch: 
             raise RuntimeError("not while capturing")
         return 1.0
 
-    monkeypatch.setattr(recipe._Bench, "time", time)
+    timed_by(monkeypatch, time)
     chosen = chosen_by(blocks, offsets_of(0, 24, 48), more={"fc2": (IN_PARTS,)})
     assert chosen == Recipe()
     assert chosen.refused == ("fc2 by Triton, 64 x 128, 2 parts: RuntimeError not while capturing",)
@@ -430,6 +444,10 @@ class Graph:
 
     holders: dict[int, int] = {}  # graphs by pool
     used: list[int] = []
+    replayed: list["Graph"] = []
+
+    def __init__(self) -> None:
+        self.holders = Graph.holders  # of this test
 
     def capture_begin(self, pool: int | None = None) -> None:
         assert pool is None or self.holders[pool] > 0
@@ -441,7 +459,7 @@ class Graph:
         pass
 
     def replay(self) -> None:
-        pass
+        self.replayed.append(self)
 
     def pool(self) -> int:
         return self._pool
@@ -459,8 +477,9 @@ def bench(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(recipe, "_side", lambda _: None)
-    Graph.holders.clear()
-    Graph.used.clear()
+    monkeypatch.setattr(Graph, "holders", {})
+    monkeypatch.setattr(Graph, "used", [])
+    monkeypatch.setattr(Graph, "replayed", [])
     offsets = offsets_of(0, 24, 48)
     return recipe._Bench(blocks, dataflow, ROWS, ways_of(offsets), offsets)
 
@@ -468,8 +487,42 @@ def bench(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_graphs_that_are_timed_share_their_memory(bench: Any) -> None:
     """Memory of its own would stay reserved after each."""
     for one in (Recipe(), Recipe(fc1=1), Recipe(fc1=2)):
-        bench.time(one)
+        bench.captured(one)
     assert Graph.used == [0, 0, 0]
+
+
+def test_graphs_are_timed_in_turn(bench: Any) -> None:
+    """Forwards and backwards, from the same rows, so that none has the cooler GPU."""
+    graphs = {way: bench.captured(Recipe(fc1=way)) for way in (0, 1, 2)}
+    bench.stream.hidden.fill_(7)
+    assert bench.times(graphs) == {0: 1 / 3, 1: 1 / 3, 2: 1 / 3}
+    assert torch.equal(bench.stream.hidden, bench.narrow)
+    order = [way for replay in Graph.replayed[::3] for way, graph in graphs.items() if graph is replay]
+    assert order == [2, 1, 0, 0, 1, 2] * ((recipe._ROUNDS + 1) // 2)
+
+
+def test_the_bench_itself_finds_a_recipe(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it but the GPU: one that takes less time for parts than for anything else."""
+    monkeypatch.setattr(gemm, "linear", in_torch)
+    made: dict[int, Recipe] = {}
+    captured = bench.captured
+
+    def noted(one: Recipe) -> Any:
+        graph = captured(one)
+        made[id(graph)] = one
+        return graph
+
+    def elapsed(_: Any) -> float:
+        one = made[id(Graph.replayed[-1])]
+        return 10.0 - (one.fc2 == 2) - (one.qkv == QUACK) - (one.attention == TILES[0])
+
+    monkeypatch.setattr(bench, "captured", noted)
+    event = SimpleNamespace(record=lambda _: None, synchronize=lambda: None, elapsed_time=elapsed)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    found = bench.chosen(MORE)
+    assert found == Recipe(qkv=QUACK, fc2=2, attention=TILES[0])
+    assert found.refused == ()
+    assert set(Graph.used) == {0}
 
 
 def test_after_a_capture_that_failed_memory_is_not_shared(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,13 +530,13 @@ def test_after_a_capture_that_failed_memory_is_not_shared(bench: Any, monkeypatc
         if len(blocks) > 1:
             raise RuntimeError("not while capturing")
 
-    bench.time(Recipe())
+    bench.captured(Recipe())
     with monkeypatch.context() as patched:
         patched.setattr(bench, "run", run)
         with pytest.raises(RuntimeError, match="not while capturing"):
-            bench.time(Recipe(fc1=1))
+            bench.captured(Recipe(fc1=1))
     for one in (Recipe(fc1=2), Recipe(fc2=1)):
-        bench.time(one)
+        bench.captured(one)
     assert Graph.used == [0, 0, 1, 1]
 
 

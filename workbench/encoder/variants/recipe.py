@@ -9,7 +9,8 @@ its block, all blocks one after the other, once for every shape of graph and bef
 Import this module only after `engine.require_vllm`.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from operator import attrgetter
@@ -26,13 +27,11 @@ MOST_ROWS = 2048
 _PARTS = (0, 1, 2, 4)
 # Up to so many rows kernels overlap enough for a choice to depend on the others: they are made twice.
 _TWICE_UP_TO = 1024
-_ROUNDS = 3
+_ROUNDS = 5
 # Relative RMS in units of the last place, of attention and of products. In 16 bits, two attention kernels that round
 # differently lie a quarter of one apart; in float32, sums in another order lie a few. A product in TF32 is thousands
 # away, so models of that dtype keep vLLM's.
 _APART_ULPS = {16: 1.25, 32: 16.0, 64: 16.0}
-
-_NEVER = float("inf")
 
 # A block's linear layers.
 LAYERS = {"qkv": "attn.qkv", "proj": "attn.proj", "fc1": "mlp.fc1", "fc2": "mlp.fc2"}
@@ -203,8 +202,7 @@ class _Bench:
     ) -> None:
         self.blocks, self.kernels, self.rows, self.ways, self.offsets = blocks, kernels, rows, ways, offsets
         self.refused: list[str] = []
-        self.costs: dict[Hashable, float] = {}
-        self.timed: Any = None  # the graph before; the next one is captured into its memory
+        self.last: Any = None  # the graph captured before; the next one is captured into its memory
         attention = blocks[0].attn
         heads, size = attention.num_attention_heads_per_partition, attention.hidden_size_per_attention_head
         self.dtype, device = blocks[0].norm1.weight.dtype, blocks[0].norm1.weight.device
@@ -241,9 +239,9 @@ class _Bench:
         best = Recipe()
         for _ in range(2 if self.rows <= _TWICE_UP_TO else 1):
             for step, ways in usable.items():
-                cost = {way: self._cost(step, way, best) for way in ways}
+                cost = self._costs(step, ways, best)
                 best = replace(best, **{step: min(cost, key=lambda way: cost[way])}) if cost else best
-                usable[step] = [way for way in ways if cost[way] < _NEVER]
+                usable[step] = list(cost)
         return replace(best, refused=tuple(dict.fromkeys(self.refused)))
 
     def _fits(self, step: str, way: Any) -> bool:
@@ -298,27 +296,22 @@ class _Bench:
         expected = expected.float()
         return bool((got.float() - expected).norm() / expected.norm() < self.limit)
 
-    def _cost(self, step: str, way: Any, best: Recipe) -> float:
-        """Return what `best` with `way` in it costs: milliseconds, or their product over the layouts of sequences."""
-        recipe = replace(best, **{step: way})
-        layouts = self.layouts if step == "attention" else self.layouts[-1:]
-        cost = 1.0
-        for sequences in layouts:
+    def _costs(self, step: str, ways: Sequence[Any], best: Recipe) -> dict[Any, float]:
+        """Return what `best` costs with each way in it: milliseconds, or their product over layouts of sequences."""
+        graphs = {}
+        for way in ways:
             try:
-                cost *= self._timed(recipe, sequences)
+                graphs[way] = self.captured(replace(best, **{step: way}))
             except Exception as error:  # as above
                 if way in (0, None):
                     raise
                 self.refused.append(f"{step} by {_said(way)}: {_short(error)}")
-                return _NEVER
-        return cost
-
-    def _timed(self, recipe: Recipe, sequences: int) -> float:
-        key = (recipe, sequences)
-        if key not in self.costs:
+        cost = dict.fromkeys(graphs, 1.0)
+        for sequences in self.layouts if step == "attention" else self.layouts[-1:]:
             self._lay(sequences)
-            self.costs[key] = self.time(recipe)
-        return self.costs[key]
+            for way, milliseconds in self.times(graphs).items():
+                cost[way] *= milliseconds
+        return cost
 
     def run(self, recipe: Recipe, blocks: Sequence[Any]) -> None:
         """Run blocks, from the same rows every time."""
@@ -326,35 +319,46 @@ class _Bench:
         for block in blocks:
             run_block(self.kernels, block, block.norm1, self.stream, self.ways[recipe.attention], recipe)
 
-    def time(self, recipe: Recipe) -> float:
-        """Return the milliseconds of all blocks, replayed from a graph; the least of several rounds."""
-        stream = _side(self.stream.context.device)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    def captured(self, recipe: Recipe) -> Any:
+        """Return a graph of all blocks."""
         torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(_side(self.stream.context.device)):
             self.run(recipe, self.blocks[:1])  # compiles, and sets libraries up
             torch.cuda.synchronize()
-            graph, before = torch.cuda.CUDAGraph(), self.timed
-            self.timed = None  # a capture that fails may spoil its memory
+            graph, before = torch.cuda.CUDAGraph(), self.last
+            self.last = None  # a capture that fails may spoil its memory
             # `torch.cuda.graph` would collect garbage and give memory back before each. Memory of its own would stay
-            # reserved after each graph, where no later capture could have it.
+            # reserved after each graph, where no later capture could have it. All that a graph reads there it has
+            # written before, so graphs that are replayed in turn can have the same.
             graph.capture_begin(pool=None if before is None else before.pool())
             try:
                 self.run(recipe, self.blocks)
             finally:
                 graph.capture_end()
-            self.timed = graph
-            graph.replay()
-            found = []
-            replays = 3 if self.rows <= _TWICE_UP_TO else 1
-            for _ in range(_ROUNDS):
-                begin.record(stream)
-                for _ in range(replays):
-                    graph.replay()
-                end.record(stream)
-                end.synchronize()
-                found.append(begin.elapsed_time(end) / replays)
-        return float(min(found))
+            self.last = graph
+        return graph
+
+    def times(self, graphs: Mapping[Any, Any]) -> dict[Any, float]:
+        """Return the milliseconds of a replay of each, the median of several rounds.
+
+        In turn, forwards and backwards: a GPU that gets warm or reaches its power limit meanwhile slows all alike.
+        """
+        stream = _side(self.stream.context.device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        replays = 3 if self.rows <= _TWICE_UP_TO else 1
+        found: dict[Any, list[float]] = {way: [] for way in graphs}
+        torch.cuda.synchronize()  # the offsets are written
+        with torch.cuda.stream(stream):
+            for turn in range(_ROUNDS + 1):
+                for way in list(graphs) if turn % 2 else list(reversed(graphs)):
+                    self.stream.hidden.copy_(self.narrow)  # or it would grow with every replay
+                    begin.record(stream)
+                    for _ in range(replays):
+                        graphs[way].replay()
+                    end.record(stream)
+                    end.synchronize()
+                    found[way].append(begin.elapsed_time(end) / replays)
+        return {way: statistics.median(times[1:]) for way, times in found.items()}  # the first round warms up
 
 
 @cache
