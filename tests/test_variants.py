@@ -28,6 +28,7 @@ from workbench.encoder import engine  # noqa: E402 - needs an engine
 from workbench.encoder.session import EncoderSession, Grid, SessionOptions, open_session  # noqa: E402
 from workbench.encoder.variants import VARIANTS, attach, guard, names_for  # noqa: E402
 from workbench.encoder.variants.attention import TILES  # noqa: E402
+from workbench.encoder.variants.base import ErnieVariant  # noqa: E402
 from workbench.encoder.variants.gemm import Gemm, Multiply, Quack  # noqa: E402
 from workbench.encoder.variants.recipe import Recipe  # noqa: E402
 
@@ -720,6 +721,19 @@ def test_the_cache_is_bounded_and_drops_the_oldest(keys: list[int], limit: int) 
             recent.pop(0)
         assert cache.held_bytes == sum(4 * k for k in recent)
     assert cache.hits + cache.misses == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("device", "copied"), [("cuda:0", ["offsets", "nothing"]), ("cpu", ["offsets", "most", "nothing"])]
+)
+def test_a_cuda_graph_is_given_no_values_of_the_host(device: str, copied: list[str]) -> None:
+    """It has them baked in; a static replay reads them."""
+    offsets, most = SimpleNamespace(is_cuda=True), torch.tensor(3)
+    model: Any = SimpleNamespace(
+        vision_model=SimpleNamespace(device=torch.device(device)),
+        tower_metadata=lambda grids, slots: {"offsets": offsets, "most": most, "nothing": None},
+    )
+    assert list(ErnieVariant.replay_metadata(model, ((1, 4, 4),), 4)) == copied
 
 
 def test_metadata_is_computed_once_per_grid(plain: EncoderSession) -> None:

@@ -63,8 +63,14 @@ class ErnieVariant(Model):  # type: ignore[misc]  # vLLM is untyped here
         return max_batch_size
 
     def replay_metadata(self, grids: GridInts, max_batch_size: int) -> Values:
-        """Compute the values of a replay's metadata buffers, which depend on the grids alone."""
-        return self.tower_metadata(grids, max_batch_size)
+        """Compute the values of a replay's metadata buffers, which depend on the grids alone.
+
+        A CUDA graph has values on the host baked in: a copy of the call's would be read by nobody.
+        """
+        values = self.tower_metadata(grids, max_batch_size)
+        if self.vision_model.device.type != "cuda":
+            return values
+        return {name: value for name, value in values.items() if value is None or value.is_cuda}
 
     def tower_metadata(self, grids: GridInts, max_batch_size: int) -> Values:
         """Return what the tower's graph reads; computed by vLLM unless a variant knows better."""

@@ -49,8 +49,8 @@ class NarrowCopy:
         if held is value:
             return
         setattr(buffer, _NOTE, None)  # a copy that raises leaves the buffer in doubt
-        rows = value.shape[0]
-        buffer.narrow(0, 0, rows).copy_(value, non_blocking=True)
+        rows, room = value.shape[0], buffer.shape[0]
+        (buffer if rows == room else buffer.narrow(0, 0, rows)).copy_(value, non_blocking=True)
         if rows < filled:
             buffer.narrow(0, rows, filled - rows).zero_()
         setattr(buffer, _NOTE, (rows, value if self._immutable else None))
