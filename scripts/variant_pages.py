@@ -41,7 +41,7 @@ def figures(ladder: Ladder, variant: str) -> str:
     rows = [row for case in in_order(ladder) if (row := _row(case, baseline, variant))]
     if not rows:
         return _wrapped(
-            f"{about}: no call of this session has times of this variant beside {baseline}.\n{_whole(ladder)}"
+            f"{about}: no call of this session has times of this variant beside {baseline}.\n{_caveats(ladder)}"
         )
     before = f"Before: vLLM's {baseline}"
     before += "." if _everywhere(ladder, GRAPH) else ", or for video eager as served."
@@ -86,7 +86,7 @@ def overview(ladder: Ladder) -> str:
     )  # fmt: skip
     return _wrapped(
         f"{about}.\nNodes: vLLM's graph → {last}. Parity: of {last}, distance to eager as served "
-        f"over the noise floor{_before_too(ladder.cases, GRAPH)}.\n{_beyond(ladder.cases, last)}{_whole(ladder)}"
+        f"over the noise floor{_before_too(ladder.cases, GRAPH)}.\n{_beyond(ladder.cases, last)}{_caveats(ladder)}"
         f"Every column of every call is in notebook 01, section 10.\n\n"
         f"{_table(heads, rows)}"
     )
@@ -148,7 +148,7 @@ def _wrapped(text: str) -> str:
     return "\n".join(lines)
 
 
-def _whole(ladder: Ladder) -> str:
+def _caveats(ladder: Ladder) -> str:
     """Say what the run did not come to, and what disturbed it."""
     return "".join(f"{caveat[0].upper()}{caveat[1:]}.\n" for caveat in caveats(ladder))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from workbench.encoder.variants.gemm import is_hopper
+from workbench.encoder.variants.gemm import has_quack, is_hopper
 
 # (vLLM's attention layer, rows [rows, 3 heads, size], context [rows, heads, size]) -> the result, often `context`.
 Attend = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -70,7 +70,7 @@ def flash4_refusal(attention: Any, device: torch.device) -> str | None:
         return "another backend was asked for"
     if not is_hopper(device):
         return "its tiles here are for Hopper"
-    if importlib.util.find_spec("vllm.vllm_flash_attn.cute") is None or importlib.util.find_spec("quack") is None:
+    if importlib.util.find_spec("vllm.vllm_flash_attn.cute") is None or not has_quack():
         return "this vLLM has none, or what it needs is not installed"
     return None
 

@@ -125,8 +125,7 @@ def _attended(device: torch.device, dtype: torch.dtype, random: Random) -> Itera
         kernels.attend(rows, offsets, 150, size**-0.5, got, tile)
         dataflow.attend(rows.float(), offsets, 150, size**-0.5, expected, tile)
         clean = not bool(got[ends[-1] :].any())
-        apart = float((got.float() - expected).norm() / expected.norm())
-        yield apart / torch.finfo(dtype).eps if clean and apart == apart else float("inf")
+        yield _apart(got, expected) if clean else float("inf")
 
 
 def _multiplied(device: torch.device, dtype: torch.dtype, random: Random) -> Iterator[float]:
@@ -138,8 +137,13 @@ def _multiplied(device: torch.device, dtype: torch.dtype, random: Random) -> Ite
         inside = bias if parts == 1 else None
         product = kernels.multiply(x, weight, inside, Multiply(64, 64, 128, 4, 4, parts))
         expected = dataflow.whole(x.float() @ weight.float().t(), inside)
-        apart = float((dataflow.whole(product, None).float() - expected).norm() / expected.norm())
-        yield apart / torch.finfo(dtype).eps if apart == apart else float("inf")
+        yield _apart(dataflow.whole(product, None).to(dtype), expected)
+
+
+def _apart(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the relative RMS of a difference, in units of the last place of `got`; infinite if it is no number."""
+    apart = float((got.float() - expected).norm() / expected.norm())
+    return apart / torch.finfo(got.dtype).eps if apart == apart else float("inf")
 
 
 def check_attention_plan() -> list[str]:

@@ -6,7 +6,7 @@ it waits, and can leave the inner dimension in parts.
 """
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
 from typing import Any
@@ -119,7 +119,7 @@ def _in_one_wave(way: Multiply, rows: int, outer: int, inner: int, multiprocesso
     tiles = ceil(rows / way.rows) * (outer // way.columns)
     steps = inner // way.inner
     parts = 1 if whole else min(max(multiprocessors // tiles, 1), steps)
-    return Multiply(way.rows, way.columns, way.inner, way.warps, way.stages, ceil(steps / ceil(steps / parts)))
+    return replace(way, parts=ceil(steps / ceil(steps / parts)))
 
 
 def has_quack() -> bool:
