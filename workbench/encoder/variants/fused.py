@@ -148,7 +148,7 @@ class Fused(ErnieVariant):
     def _schedule(self, attention: Any, offsets: torch.Tensor, most: int) -> torch.Tensor | None:
         """Return FlashAttention 3's plan of all blocks' attention, or None where each block must make its own.
 
-        vLLM calls the forward once before it captures. That call tries the plan: attention with it, twice, must equal
+        vLLM calls the forward once before it captures. That call tries the plan: attention with it must equal
         attention without it.
         """
         key = (offsets.shape[0], most)
