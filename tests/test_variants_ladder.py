@@ -3,7 +3,8 @@
 import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from workbench.encoder import engine  # noqa: E402 - needs an engine
 engine.require_vllm()
 
 from workbench.encoder.session import SessionOptions  # noqa: E402 - needs vLLM
+from workbench.encoder.variants import measure as measuring  # noqa: E402
 from workbench.encoder.variants import names_for  # noqa: E402
 from workbench.encoder.variants.fused import Fused  # noqa: E402
 from workbench.encoder.variants.measure import (  # noqa: E402
@@ -89,6 +91,55 @@ def test_it_is_handed_on_after_every_part(written: list[Ladder], tmp_path: Path)
     for state in written:
         write_json(tmp_path / LADDER_FILE, state)
         assert read_ladder(tmp_path) == state
+
+
+def test_nothing_is_traced_before_everything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first trace slows the launches of the whole process. Sessions of another modality still run by then."""
+    cases: list[int] = []
+
+    def traces(run: Any, part: Any) -> None:
+        cases.append(len(run.ladder.cases))
+        for modality, calls in part.calls.items():
+            for name, grids in calls.items():
+                case = next(one for one in run.ladder.cases if one.name == name)
+                inputs = part.inputs(modality, grids, run.effort.seed)
+                assert list(inputs.tokens) == case.tokens
+                ran = {column.name for column in case.columns if column.error is None}
+                served, *others = [way.run(inputs) for way in part.ways if way.name in ran]
+                assert all(torch.equal(a, b) for other in others for a, b in zip(other, served, strict=True))
+
+    monkeypatch.setattr("workbench.encoder.variants.measure._traces", traces)
+    measure(OPTIONS, (16, 32, 64), CASES, Effort(repeats=1, warmup=0))
+    assert cases == [3, 3]
+
+
+def test_a_trace_adds_to_the_columns_that_ran(written: list[Ladder], monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced(_: object, ways: list[Any], inputs: object) -> dict[str, dict[str, float | int]]:
+        if inputs == CASES.images["over"]:
+            raise RuntimeError("CUPTI is in use")
+        assert all(way.run is not None for way in ways)
+        return {way.name: {"ops": 7, "busy_us": 5.0, "idle_us": 2.0, "traced_us": 9.0} for way in ways}
+
+    monkeypatch.setattr(measuring, "_traced", traced)
+    monkeypatch.setattr(measuring._Part, "inputs", lambda part, modality, grids, seed: list(grids))
+    untraced = msgspec.structs.replace(written[-1], notes=[])
+    run = measuring._Run(Effort(), lambda _: None, ladder=untraced)
+    ways = [measuring._Way(column.name, lambda _: [], ("image",)) for column in untraced.cases[1].columns]
+    session: Any = SimpleNamespace(device=torch.device("cuda"))
+    measuring._traces(run, measuring._Part(session, ways, {"image": CASES.images}))
+    assert run.ladder is not None
+    clip, one, over = run.ladder.cases
+    assert clip == untraced.cases[0]
+    assert over == untraced.cases[2]
+    assert {column.busy_us for column in one.columns} == {5.0}
+    assert [column.wall_us for column in one.columns] == [column.wall_us for column in untraced.cases[1].columns]
+    assert run.ladder.notes == ["over could not be traced: CUPTI is in use"]
+
+
+def test_a_case_stops_when_it_has_had_its_time() -> None:
+    found = measure(OPTIONS, (16,), ONE, Effort(repeats=9, warmup=0, case_seconds=1e-9), variants=["fused"])
+    assert found.complete
+    assert {len(column.wall_us) for column in found.cases[0].columns} == {2}
 
 
 def test_when_time_runs_out_it_says_what_is_missing() -> None:
@@ -188,6 +239,7 @@ def test_an_encoder_without_variants_is_measured(tmp_path: Path) -> None:
     [
         (["--repeats", "0"], "measure nothing"),
         (["--seconds", "0"], "measure nothing"),
+        (["--case-seconds", "nan"], "measure nothing"),
         (["--budgets", "64,x"], "are not positive numbers"),
         (["--budgets", "0"], "are not positive numbers"),
         (["--model", "nonsense"], "unknown model"),

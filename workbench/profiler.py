@@ -410,27 +410,12 @@ class _Recorder:
         arms = self.arms(call)
         samples = {arm: Timing(arm=arm, call=call, wall_us=[]) for arm in arms}
         for position, arm in enumerate(abba(arms, self.repeats.timed)):
-            wall, gpu = self._time_once(arm, inputs)
+            wall, gpu = timed(self.session, partial(self.session.run, arm, inputs))
             samples[arm].wall_us.append(wall)
             samples[arm].order.append(position)
             if gpu is not None:
                 samples[arm].gpu_us.append(gpu)
         self.timings += samples.values()
-
-    def _time_once(self, arm: Arm, inputs: Any) -> tuple[float, float | None]:
-        """Return host microseconds between two synchronises and, on CUDA, between two events."""
-        session = self.session
-        events = _events() if session.device.type == "cuda" else None
-        session.synchronize()
-        start = time.perf_counter_ns()
-        if events:
-            events[0].record()
-        session.run(arm, inputs)
-        if events:
-            events[1].record()
-        session.synchronize()
-        wall = (time.perf_counter_ns() - start) / 1e3
-        return wall, events[0].elapsed_time(events[1]) * 1e3 if events else None
 
     def _time_phases(self, call: int, inputs: Any) -> None:
         """Time the phases of `execute()`, un-profiled, in calls of their own."""
@@ -494,7 +479,7 @@ class _Recorder:
             yield
 
     def _traced_call(self, arm: Arm, call: int, inputs: Any, span: Span) -> float:
-        """Run one call inside its range; return the host microseconds of what `_time_once` would time."""
+        """Run one call inside its range; return the host microseconds of what `timed` would time."""
         self.session.synchronize()
         with span(f"{CALL_RANGE}#{call}"):
             start = time.perf_counter_ns()
@@ -504,11 +489,35 @@ class _Recorder:
             return (time.perf_counter_ns() - start) / 1e3
 
 
-def _events() -> tuple[Any, Any]:
+def timed(session: "EncoderSession", run: Callable[[], Any]) -> tuple[float, float | None]:
+    """Return microseconds of `run()`: of the host between two synchronises and, on CUDA, between two events.
+
+    The events are made and the first is recorded before the clock starts, and the GPU works when the second is: a call
+    does not last longer for being measured. After a process's first trace it does, since CUPTI then stays in the way
+    of every launch; so time first, and trace afterwards.
+    """
+    events = _recorded_events() if session.device.type == "cuda" else None
+    session.synchronize()
+    if events:
+        events[0].record()
+    start = time.perf_counter_ns()
+    run()
+    if events:
+        events[1].record()
+    session.synchronize()
+    wall = (time.perf_counter_ns() - start) / 1e3
+    return wall, events[0].elapsed_time(events[1]) * 1e3 if events else None
+
+
+def _recorded_events() -> tuple[Any, Any]:
+    """Return two CUDA events; torch makes one when it is recorded for the first time."""
     import torch
 
     event: Any = torch.cuda.Event
-    return event(enable_timing=True), event(enable_timing=True)
+    events = event(enable_timing=True), event(enable_timing=True)
+    for made in events:
+        made.record()
+    return events
 
 
 def _described(call: Call) -> str:

@@ -1,5 +1,6 @@
 """`workbench boundary` and `workbench ladder`: what a graph can hold, and what each variant saves."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -76,6 +77,9 @@ def _register_ladder(app: typer.Typer) -> None:
         repeats: Annotated[int, Option(help="Samples per column and case; P99 wants 100.")] = 100,
         warmup: Annotated[int, Option(help="Runs of each column before timing.")] = 8,
         seconds: Annotated[float, Option(help="After which no case begins.")] = 240.0,
+        case_seconds: Annotated[
+            float, Option(help="After which a case has samples enough, two at least.", show_default="no limit")
+        ] = math.inf,
         attention_plan: Annotated[
             bool,
             Option("--attention-plan", help="Variant fused plans attention once per call; see docs/variants/fused.md."),
@@ -98,7 +102,7 @@ def _register_ladder(app: typer.Typer) -> None:
         from workbench.encoder.variants.measure import Effort, cases_for, measure
 
         Fused.plan_attention = attention_plan
-        effort = Effort(repeats, warmup, seconds, seed)
+        effort = Effort(repeats, warmup, seconds, seed, case_seconds)
         options, usual = _options(model, depth, width, device, attention_backend)
         chosen = _budgets(budgets) or usual
         with progress_bar() as progress:

@@ -52,7 +52,7 @@ def as_captured(model: Any, inputs: "EncoderInputs", name: str, title: str) -> C
 
     def prepare() -> Values:
         values = dict(model.prepare_encoder_cudagraph_replay_buffers(inputs.mm_kwargs, items, frames).values)
-        if values.get("max_seqlen", 0) is None:  # no backend of the CPU reads it
+        if values.get("max_seqlen") is None:  # no backend of the CPU reads it, or left out as baked into a CUDA graph
             values["max_seqlen"] = torch.tensor(max(h * w for _, h, w in inputs.grids), dtype=torch.int32)
         return values
 

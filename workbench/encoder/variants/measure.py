@@ -6,13 +6,16 @@
     ladder = measure(SessionOptions(), budgets, cases_for(model_facts("ernie45_vl"), max(budgets)), Effort())
 
 Samples are un-profiled, host time between two synchronises, in ABBA order over all columns. Busy and idle time come
-from one traced call per column afterwards. Parity is against eager as served, beside what float32 makes of the same
-inputs. The result is handed on after every case, so that a session that is cut short leaves what it has.
+from one traced call per column, when all cases of all sessions are timed: after a first trace CUPTI slows every launch
+of the process. Parity is against eager as served, beside what float32 makes of the same inputs. The result is handed on
+after every case, so that a session that is cut short leaves what it has.
 
 Import this module only after `engine.require_vllm`.
 """
 
 import dataclasses
+import gc
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +55,7 @@ from workbench.environment import environment
 from workbench.errors import WorkbenchError
 from workbench.gaps import analyze
 from workbench.models import Modality, ModelFacts, model_facts
-from workbench.profiler import recording
+from workbench.profiler import recording, timed
 from workbench.progress import Progress, silent
 from workbench.trace import read_trace
 
@@ -133,6 +136,7 @@ class Effort:
         repeats: samples per column and case; P99 wants 100.
         warmup: runs of each column before.
         seconds: after which no case begins and none goes on; it keeps the samples it has. `Ladder.notes` says so.
+        case_seconds: after which a case has samples enough, if it has two of each column; the next one begins.
         seed: of weights and inputs.
     """
 
@@ -140,12 +144,13 @@ class Effort:
     warmup: int = 8
     seconds: float = 240.0
     seed: int = 0
+    case_seconds: float = math.inf
 
     def __post_init__(self) -> None:
-        if self.repeats < 1 or self.warmup < 0 or self.seconds <= 0:
+        if self.repeats < 1 or self.warmup < 0 or not (self.seconds > 0 and self.case_seconds > 0):
             raise WorkbenchError(
-                f"{self.repeats} repeats after {self.warmup} in {self.seconds} s measure nothing; give at least one "
-                "repeat and some seconds"
+                f"{self.repeats} repeats after {self.warmup} in {self.seconds} s, or {self.case_seconds} s a case, "
+                "measure nothing; give at least one repeat and some seconds"
             )
 
 
@@ -158,6 +163,20 @@ class _Way:
     modalities: tuple[Modality, ...]
     graphs: EncoderSession | None = None
     variants: tuple[str, ...] = ()
+
+
+@dataclass
+class _Part:
+    """What one session serves, and its columns."""
+
+    session: EncoderSession
+    ways: Sequence[_Way]
+    calls: dict[Modality, Calls]
+
+    def inputs(self, modality: Modality, grids: Sequence[Grid], seed: int) -> EncoderInputs:
+        """Return the same inputs for the same arguments."""
+        with _taking(self.session, modality) as maker:
+            return maker.inputs(grids, modality, seed)
 
 
 @dataclass
@@ -179,6 +198,13 @@ class _Run:
         assert self.ladder is not None
         grown = {name: [*getattr(self.ladder, name), *more] for name, more in changes.items()}
         self.ladder = msgspec.structs.replace(self.ladder, **grown)
+        self.on_case(self.ladder)
+
+    def change(self, case: Case) -> None:
+        """Put a case in the place of the one of the same name, and hand the ladder on."""
+        assert self.ladder is not None
+        cases = [case if one.name == case.name else one for one in self.ladder.cases]
+        self.ladder = msgspec.structs.replace(self.ladder, cases=cases)
         self.on_case(self.ladder)
 
 
@@ -216,20 +242,28 @@ def measure(
         (1, framed, {"video": cases.videos, "image": cases.beside}),
         (0, plain, {"image": cases.images}),
     )
-    for video_limit, configuration, calls in parts:
-        if not any(calls.values()):
-            continue
-        with open_session(dataclasses.replace(options, video_limit=video_limit), configuration) as session:
-            if run.ladder is None:
-                run.ladder = _empty(session, budgets, max_items, framed.max_frames, effort)
-                exact = _float32(session, cases, effort)
-            with _columns(session, names, [modality for modality in calls if calls[modality]], run) as ways:
-                if video_limit == 0:
-                    _maps(run, session, ways, cases.images)
-                for modality, named in calls.items():
-                    _cases(run, session, ways, named, modality, exact, progress)
-            if video_limit == 0:
-                _boundaries(run, session, cases.images, names)
+    with ExitStack() as sessions:
+        opened: dict[int, _Part] = {}
+        with ExitStack() as graphs:
+            for video_limit, configuration, calls in parts:
+                if not any(calls.values()):
+                    continue
+                served = dataclasses.replace(options, video_limit=video_limit)
+                session = sessions.enter_context(open_session(served, configuration))
+                if run.ladder is None:
+                    run.ladder = _empty(session, budgets, max_items, framed.max_frames, effort)
+                    exact = _float32(session, cases, effort)
+                wanted = [modality for modality in calls if calls[modality]]
+                ways = graphs.enter_context(_columns(session, names, wanted, run))
+                opened[video_limit] = _Part(session, ways, calls)
+                with _frozen_heap():
+                    _cases(run, opened[video_limit], exact, progress)
+            for part in opened.values():
+                _traces(run, part)
+            if 0 in opened:
+                _maps(run, opened[0])
+        if 0 in opened:
+            _boundaries(run, opened[0].session, cases.images, names)
     if run.ladder is None:
         raise WorkbenchError("a ladder without a case measures nothing; give one")
     run.ladder = msgspec.structs.replace(run.ladder, complete=not run.ladder.notes)
@@ -340,24 +374,27 @@ def _float32(session: EncoderSession, cases: Cases, effort: Effort) -> dict[str,
 # Cases --------------------------------------------------------------------------------------------------------------
 
 
-def _cases(
-    run: _Run,
-    session: EncoderSession,
-    ways: Sequence[_Way],
-    calls: Calls,
-    modality: Modality,
-    exact: dict[str, list[torch.Tensor]],
-    progress: Progress,
-) -> None:
-    fit = [way for way in ways if modality in way.modalities]
-    for number, (name, grids) in enumerate(calls.items()):
-        progress(name, number / len(calls))
-        if run.left <= 0:
-            run.add(notes=[f"time ran out before {name}"])
-            continue
-        with _taking(session, modality) as maker:
-            inputs = maker.inputs(grids, modality, run.effort.seed)
-        run.add(cases=[_case(run, session, fit, name, inputs, exact[name])])
+@contextmanager
+def _frozen_heap() -> Iterator[None]:
+    """Keep the garbage collector from what is there already, as vLLM's engine does once it has started."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _cases(run: _Run, part: _Part, exact: dict[str, list[torch.Tensor]], progress: Progress) -> None:
+    for modality, calls in part.calls.items():
+        fit = [way for way in part.ways if modality in way.modalities]
+        for number, (name, grids) in enumerate(calls.items()):
+            progress(name, number / len(calls))
+            if run.left <= 0:
+                run.add(notes=[f"time ran out before {name}"])
+                continue
+            inputs = part.inputs(modality, grids, run.effort.seed)
+            run.add(cases=[_case(run, part.session, fit, name, inputs, exact[name])])
 
 
 def _case(
@@ -374,12 +411,6 @@ def _case(
     served, graph = outputs[SERVED], outputs.get(GRAPH)
     noise = [compare(a.cpu(), b) for a, b in zip(served, exact, strict=True)]
     samples = _samples(run, session, working, inputs)
-    traced: dict[str, dict[str, float | int]] = {}
-    if session.device.type == "cuda":
-        try:
-            traced = _traced(session, working, inputs)
-        except (WorkbenchError, RuntimeError) as error:
-            run.add(notes=[f"{name} could not be traced: {error}"[:400]])
     costs = {captured.column: captured.costs for captured in run.ladder.captured} if run.ladder else {}
     found = []
     for way in ways:
@@ -387,7 +418,7 @@ def _case(
         nodes = {cost.budget: cost.nodes for cost in costs.get(way.name, [])}
         launched = [nodes.get(budget) for budget in column.budgets if budget is not None]
         known = [count for count in launched if count is not None]
-        extra: dict[str, Any] = {**samples.get(way.name, {}), **traced.get(way.name, {})}
+        extra: dict[str, Any] = dict(samples.get(way.name, {}))
         if out is not None:
             extra["parity"] = [compare(a, b) for a, b in zip(out, served, strict=True)]
             if graph is not None:
@@ -428,18 +459,22 @@ def _first(way: _Way, inputs: EncoderInputs) -> tuple[Column, list[torch.Tensor]
 def _samples(
     run: _Run, session: EncoderSession, ways: Sequence[_Way], inputs: EncoderInputs
 ) -> dict[str, dict[str, list[Any]]]:
-    """Time the columns forwards, then backwards; stop after a pair when time runs out."""
+    """Time the columns forwards, then backwards; stop after a pair when time runs out, or the case has had its own."""
     for way in ways:
         for _ in range(run.effort.warmup):
             way.run(inputs)
     samples: dict[str, dict[str, list[Any]]] = {way.name: {"wall_us": [], "gpu_us": [], "order": []} for way in ways}
     position = 0
+    begun = time.monotonic()
     for repeat in range(run.effort.repeats):
-        if repeat >= 2 and repeat % 2 == 0 and run.left <= 0:
-            run.add(notes=[f"time ran out after {repeat} repeats of a call of {sum(inputs.tokens)} tokens"])
-            break
+        if repeat >= 2 and repeat % 2 == 0:
+            if run.left <= 0:
+                run.add(notes=[f"time ran out after {repeat} repeats of a call of {sum(inputs.tokens)} tokens"])
+                break
+            if time.monotonic() - begun >= run.effort.case_seconds:
+                break
         for way in ways if repeat % 2 == 0 else list(reversed(ways)):
-            wall, gpu = _timed(session, way, inputs)
+            wall, gpu = timed(session, partial(way.run, inputs))
             mine = samples[way.name]
             mine["wall_us"].append(wall)
             mine["order"].append(position)
@@ -449,20 +484,25 @@ def _samples(
     return samples
 
 
-def _timed(session: EncoderSession, way: _Way, inputs: EncoderInputs) -> tuple[float, float | None]:
-    """Return host microseconds between two synchronises and, on CUDA, between two events."""
-    event: Any = torch.cuda.Event
-    events = [event(enable_timing=True), event(enable_timing=True)] if session.device.type == "cuda" else []
-    session.synchronize()
-    start = time.perf_counter_ns()
-    if events:
-        events[0].record()
-    way.run(inputs)
-    if events:
-        events[1].record()
-    session.synchronize()
-    wall = (time.perf_counter_ns() - start) / 1e3
-    return wall, events[0].elapsed_time(events[1]) * 1e3 if events else None
+# Traces, maps and boundaries ----------------------------------------------------------------------------------------
+
+
+def _traces(run: _Run, part: _Part) -> None:
+    """Add what a trace says to every column that could run."""
+    assert run.ladder is not None
+    if part.session.device.type != "cuda":
+        return
+    names = {name for calls in part.calls.values() for name in calls}
+    for case in [case for case in run.ladder.cases if case.name in names]:
+        ran = {column.name for column in case.columns if column.error is None}
+        ways = [way for way in part.ways if way.name in ran]
+        try:
+            traced = _traced(part.session, ways, part.inputs(case.modality, case.grids, run.effort.seed))
+        except (WorkbenchError, RuntimeError) as error:
+            run.add(notes=[f"{case.name} could not be traced: {error}"[:400]])
+            continue
+        columns = [msgspec.structs.replace(column, **traced.get(column.name, {})) for column in case.columns]
+        run.change(msgspec.structs.replace(case, columns=columns))
 
 
 def _traced(session: EncoderSession, ways: Sequence[_Way], inputs: EncoderInputs) -> dict[str, dict[str, float | int]]:
@@ -493,14 +533,12 @@ def _traced(session: EncoderSession, ways: Sequence[_Way], inputs: EncoderInputs
     return found
 
 
-# Maps and boundaries ----------------------------------------------------------------------------------------------
-
-
-def _maps(run: _Run, session: EncoderSession, ways: Sequence[_Way], calls: Calls) -> None:
+def _maps(run: _Run, part: _Part) -> None:
     """Map the graph of the first case in vLLM's form, with the resampler inside, and with all variants."""
+    session = part.session
     if session.device.type != "cuda":
         return
-    grids = next(iter(calls.values()))
+    grids = next(iter(part.calls["image"].values()))
     lengths = sequence_lengths(session.facts, grids)
     patches = session.facts.merge**2  # of a token
     budget = min((b for b in session.manager.token_budgets if patches * b >= sum(lengths)), default=None)
@@ -510,7 +548,7 @@ def _maps(run: _Run, session: EncoderSession, ways: Sequence[_Way], calls: Calls
     maps: list[ModuleMap] = []
     gpu = roofline.device(torch.cuda.get_device_name(session.device))
     inputs = session.inputs(grids, seed=run.effort.seed)
-    for way in ways:
+    for way in part.ways:
         if way.graphs is None or way.name not in (GRAPH, "resampler", "fused", ALL):
             continue
         if way.name != GRAPH and _captures(way.graphs.model) is _captures(session.model):
