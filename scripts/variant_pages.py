@@ -79,9 +79,10 @@ def overview(ladder: Ladder) -> str:
         nodes = f"{_count(graph)} → {_count(whole)}"
         parity = "-" if whole is None else _parity_change(graph, whole, case.noise_rms)
         faster = (_speed_up(served, whole), _speed_up(graph, whole))
-        rows.append((case.name, *(cell for pair in timed for cell in pair), *faster, nodes, parity))
+        samples = max((len(column.wall_us) for column in case.columns), default=0)
+        rows.append((case.name, str(samples), *(cell for pair in timed for cell in pair), *faster, nodes, parity))
     heads = (
-        "call", "eager as served ms", "P99", "vLLM's graph ms", "P99", f"{last} ms", "P99", "over eager",
+        "call", "n", "eager as served ms", "P99", "vLLM's graph ms", "P99", f"{last} ms", "P99", "over eager",
         "over the graph", "nodes", "parity",
     )  # fmt: skip
     return _wrapped(

@@ -4,6 +4,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +81,7 @@ def test_the_run_says_what_it_is(run: Run) -> None:
     assert run.name == "small"
     assert run.replay == "static_replay"
     assert any("static replay" in note for note in run.notes)
+    assert not any("had traced its GPU before" in note for note in run.notes)
     assert "the first 3 of 4 distinct calls of the workload were measured; they are 4 of its 5 calls" in run.notes
     assert (run.model.key, run.model.depth, run.model.width, run.model.weights) == (
         "ernie45_vl",
@@ -221,6 +223,7 @@ def test_an_interrupted_capture_leaves_nothing(tmp_path: Path) -> None:
 
 KILLED = """
 import sys
+import threading
 from pathlib import Path
 from tests.test_capture import CONFIGURATION, OPTIONS, SMALL, capture, torch, workload
 report = lambda what, done: print(what, flush=True)
@@ -384,6 +387,9 @@ def test_the_command_prints_one_json_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
+    traced = threading.Event()
+    traced.set()
+    monkeypatch.setattr("workbench.profiler._TRACED", traced)
     workload = ("--workload", "{(112, 112, 1): 0.6, (112, 224, 1): 0.4}", "--max-calls", 1, "--name", "mine")
     code = cli(monkeypatch, *SMALL_RUN, *workload, "--budgets", "64,32", "--max-items", 4, "--out", out, "--json")
     assert code == 0
@@ -392,6 +398,7 @@ def test_the_command_prints_one_json_object(
     assert printed.name == "mine"
     assert any("not in ascending order" in note for note in printed.notes)
     assert any("the first 1 of 2 distinct calls" in note for note in printed.notes)
+    assert any("had traced its GPU before" in note for note in printed.notes)
 
 
 def test_the_command_prints_a_table_and_what_failed(

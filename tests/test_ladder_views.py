@@ -415,21 +415,3 @@ def test_a_host_whose_speed_swings_is_told(made: Ladder) -> None:
     assert ladder.unsteady(timed(made, 1, [1000.0] * 6 + [1700.0] * 4)) == {}  # too few to tell
     on_a_cpu = msgspec.structs.replace(swung, replay="static_replay")
     assert not any("unsteady" in caveat for caveat in ladder.caveats(on_a_cpu))
-
-
-def test_kernels_counted_twice_are_told(made: Ladder) -> None:
-    """As ladders have them that count a kernel's waiting for the one in front."""
-    assert ladder.overlapping(made) == {}
-    mapped = next(one for one in made.maps if one.name == ALL)
-    case = ladder.one_image(made)
-    assert case
-    busy = next(column.busy_us for column in case.columns if column.name == ALL) or 0.0
-    share = 1.5 * busy / sum(module.us for module in mapped.modules)
-    modules = [msgspec.structs.replace(module, us=share * module.us) for module in mapped.modules]
-    maps = [msgspec.structs.replace(one, modules=modules) if one is mapped else one for one in made.maps]
-    twice = msgspec.structs.replace(made, maps=maps)
-    ((name, (counted, taken)),) = ladder.overlapping(twice).items()
-    assert (name, taken) == (ALL, busy)
-    assert counted == pytest.approx(1.5 * busy)
-    assert "count their waiting" in ladder.caveats(twice)[-1]
-    assert ladder.overlapping(msgspec.structs.replace(twice, cases=[])) == {}

@@ -41,7 +41,6 @@ ALL_BLOCKS = "blocks.*"
 COMBINED = " + "  # between the variants of one column
 FAR = 3  # noise floors: the limit of a mismatch, as in the parity lab
 HEAVY = 0.02  # a module of a smaller share of the graph is not worth a name
-_OVERLAPS = 1.1  # of the busy time: a traced call and a traced replay differ by less
 _SWUNG, _FEWEST_TO_SWING = 1.5, 50  # see `unsteady`; samples of eager as served
 _BLOCK = re.compile(r"\bblocks\.\d+")
 # What the ladder calls vLLM's own graph, told apart from a variant's for people.
@@ -92,23 +91,7 @@ def caveats(ladder: Ladder) -> list[str]:
             f"the host was unsteady on {', '.join(swung)}: on {call} eager as served took {times:.1f} times as long in "
             "one tenth of the samples as in another; all steps had the same host, so ratios say more than milliseconds"
         )
-    told += [
-        f"by module, kernels of {title(name)} that wait for the one in front count their waiting: {counted:,.0f} us in "
-        f"all, where the device was busy for {busy:,.0f}; read nodes there, not times over the roofline"
-        for name, (counted, busy) in overlapping(ladder).items()
-    ]
     return told
-
-
-def overlapping(ladder: Ladder) -> dict[str, tuple[float, float]]:
-    """Graphs whose modules took longer together than the device was busy: microseconds of both.
-
-    Ladders made since kernels count from the end of the one in front (`MappedModule.us`) have none.
-    """
-    case = one_image(ladder)
-    busy = {column.name: column.busy_us for column in case.columns} if case else {}
-    counted = {mapped.name: sum(module.us for module in mapped.modules) for mapped in ladder.maps}
-    return {name: (us, taken) for name, us in counted.items() if (taken := busy.get(name)) and us > _OVERLAPS * taken}
 
 
 def unsteady(ladder: Ladder) -> dict[str, float]:

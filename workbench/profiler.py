@@ -20,6 +20,7 @@ import gzip
 import itertools
 import re
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter, defaultdict
@@ -69,6 +70,7 @@ SYNCHRONISE_RANGE = "synchronise"  # the workbench's own wait at the end of each
 # Traced one after the other. "ranges" with "cuda" shows GPU work nearly undisturbed, "cpu" adds every operator.
 ACTIVITIES: dict[str, list[list[str]]] = {"cuda": [["ranges", "cuda"], ["cpu", "cuda"]], "cpu": [["cpu"]]}
 Span = Callable[[str], AbstractContextManager[None]]
+_TRACED = threading.Event()  # this process has recorded a trace of its GPU
 
 
 @dataclass(frozen=True)
@@ -312,6 +314,7 @@ class _Recorder:
     traces: list[TraceFile] = field(default_factory=list)
     equality: list[Equality] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    after_trace: bool = field(default_factory=lambda: _TRACED.is_set())
 
     def inputs(self, call: int) -> Any:
         """The same tensors for the same call, whoever asks."""
@@ -343,6 +346,11 @@ class _Recorder:
     def notes(self) -> list[str]:
         """Sentences that a reader of the run needs."""
         notes = [f"{finding.defect}: {finding.message}" for finding in self.session.findings]
+        if self.after_trace:
+            notes.append(
+                "This process had traced its GPU before, and CUPTI stays attached: every launch takes longer than in a "
+                "new process. Measure in a new one to compare times with other runs."
+            )
         if self.session.replay == "static_replay":
             notes.append(
                 "The graph arm is a static replay on the CPU: the same forward over the same fixed buffers. It shows "
@@ -493,8 +501,8 @@ def timed(session: "EncoderSession", run: Callable[[], Any]) -> tuple[float, flo
     """Return microseconds of `run()`: of the host between two synchronises and, on CUDA, between two events.
 
     The events are made and the first is recorded before the clock starts, and the GPU works when the second is: a call
-    does not last longer for being measured. After a process's first trace it does, since CUPTI then stays in the way
-    of every launch; so time first, and trace afterwards.
+    does not last longer for being measured. After a process's first trace it does, since CUPTI stays attached (issue
+    144455 of pytorch); so time first, and trace afterwards.
     """
     events = _recorded_events() if session.device.type == "cuda" else None
     session.synchronize()
@@ -619,6 +627,8 @@ def recording(path: Path, activities: Sequence[str]) -> Iterator[Callable[[], No
     import torch
     from torch.profiler import ProfilerActivity, profile, schedule
 
+    if "cuda" in activities:
+        _TRACED.set()
     chosen = {"cpu": ProfilerActivity.CPU, "ranges": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
     with (
         _only_ranges() if "ranges" in activities else nullcontext(),
