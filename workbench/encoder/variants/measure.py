@@ -219,7 +219,7 @@ def measure(
     on_case: Callable[[Ladder], None] | None = None,
     progress: Progress = silent,
 ) -> Ladder:
-    """Measure every case in every column.
+    """Measure every case in every column. The sessions of videos and of images stay open until both are traced.
 
     Args:
         options: of the encoder; `video_limit` is set here, 0 for images and 1 for videos and the images beside them.
@@ -517,7 +517,8 @@ def _traced(session: EncoderSession, ways: Sequence[_Way], inputs: EncoderInputs
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "columns.json.gz")
         with recording(path, ["ranges", "cuda"]) as start:
-            call(0)
+            for number in range(len(ways)):
+                call(number)  # buffers and caches then hold this call, as in the samples
             start()
             for number in range(len(ways)):
                 call(number)
