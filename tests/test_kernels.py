@@ -43,6 +43,12 @@ NAMES = {
     "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)":
         ("collective", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"),
     "Cijk_Ailk_Bljk_BBS_BH_MT64x64x64_MI16x16x16x1_SN": ("gemm", "Cijk_Ailk_Bljk_BBS_BH_MT64x64x64_MI16x16x16x1_SN"),
+    # Those of variant fused.
+    "_multiply": ("gemm", "_multiply"),
+    "_attend": ("attention", "_attend"),
+    "_add_norm": ("norm", "_add_norm"),
+    "_rotate": ("glue", "_rotate"),
+    "_quick_gelu": ("glue", "_quick_gelu"),
     "spin_kernel": ("other", "spin_kernel"),
     "": ("other", ""),
 }  # fmt: skip

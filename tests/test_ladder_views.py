@@ -238,6 +238,20 @@ def test_maps_in_words(made: Ladder) -> None:
     assert f"*all variants* takes 42.6 times its roofline of 12 us, {farthest}" in text
 
 
+def test_kernels_whose_names_say_nothing_are_a_product_or_told(made: Ladder) -> None:
+    module = made.maps[0].modules[0]
+    product = msgspec.structs.replace(
+        module, module="blocks.0.mlp.fc1", families={"other": (2, 30.0)}, us=30.0, flops=8
+    )
+    beside = msgspec.structs.replace(product, module="", families={"other": (1, 10.0)}, us=10.0, flops=0)
+    mapped = msgspec.structs.replace(made.maps[0], modules=[product, beside], nodes=3)
+    assert list(ladder.parts(mapped)["family"]) == ["gemm", "other"]
+    table = ladder.graphs([mapped])
+    assert list(table["unnamed us"]) == [10.0]
+    assert "of which glue is 0% and 25% kernels of no known family. " in words.graphs(table)
+    assert "unnamed us" not in ladder.graphs([msgspec.structs.replace(mapped, modules=[product])])
+
+
 def test_a_roofline_that_is_not_known_is_said(made: Ladder) -> None:
     """Of a GPU that `workbench.roofline` does not have."""
     mapped = made.maps[0]
@@ -264,6 +278,8 @@ def test_steps_in_words(made: Ladder) -> None:
     assert alike.endswith("its waiting inside the call stays at 0.50 ms, and the graph keeps its 7 nodes.")
     uncounted = words.inside_the_call(table.assign(nodes=None))
     assert uncounted.endswith(" ms.")
+    slower = words.inside_the_call(table.assign(**{"traced ms": table["median ms"] * 1.26}))
+    assert slower.endswith("these calls took 1.26 and 1.26 times as long as un-profiled.")
     failed = table[table["step"] != "all variants"]
     assert words.steps(failed).startswith("Not every step could be timed")
     assert words.inside_the_call(failed).startswith("Not every step could be traced")

@@ -26,14 +26,14 @@ RULES: tuple[Rule, ...] = (
     Rule("memset", r"^Memset |^FillBuffer", "driver fill"),
     Rule("collective", r"nccl|rccl|cross_device_reduce|multimem_all|all_?reduce|all_?gather|reduce_?scatter",
          "communication between GPUs"),
-    Rule("attention", r"flash|fmha|attention|_attn|attn_|prepare_varlen|softmax|(^|\W)_fwd_kernel",
+    Rule("attention", r"flash|fmha|attention|_attn|attn_|prepare_varlen|softmax|(^|\W)_fwd_kernel|^_attend$",
          "attention and its scheduling; softmax where attention is unfused"),
-    Rule("norm", r"layer_?norm|rms_?norm|group_?norm|batch_?norm|cuComputeMeanVar|RowwiseMoments",
+    Rule("norm", r"layer_?norm|rms_?norm|group_?norm|batch_?norm|add_?norm|cuComputeMeanVar|RowwiseMoments",
          "normalisation over features, alone or fused with an add"),
     Rule("gemm", r"gemm|nvjet|gemv|splitKreduce|cublas|cutlass.*(Mma|Kernel2)|Cijk_|wgrad|dgrad|"
-         r"conv(olution)?\d?d?_|cudnn|implicit_|triton_tem_fused.*mm|_matmul|matmul_",
+         r"conv(olution)?\d?d?_|cudnn|implicit_|triton_tem_fused.*mm|_matmul|matmul_|^_multiply$",
          "matrix products, convolutions and the reduction of their split parts"),
-    Rule("glue", r"rotary|act_and_mul|gelu|silu|quant", "position encoding and activation between products"),
+    Rule("glue", r"rotary|^_rotate$|act_and_mul|gelu|silu|quant", "position encoding and activation between products"),
     Rule("glue", r"elementwise|direct_copy|CatArray|index|gather|scatter|_fill|arange|transpose|permute|"
          r"copy_kernel|triton_(poi|red|per|for)_", "casts, copies, concatenation, element-wise and index work"),
     Rule("glue", r"at::native|at_cuda_detail|cub::|thrust::", "PyTorch's own small kernels: reductions, scans, sorts"),

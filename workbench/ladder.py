@@ -185,9 +185,18 @@ def _obstacle(one: Boundary, what: str, call: str, place: str, line: str, times:
 
 
 def parts(mapped: ModuleMap) -> pd.DataFrame:
-    """One row per module and kernel family of a graph, blocks taken together: nodes and microseconds of a replay."""
+    """One row per module and kernel family of a graph, blocks taken together: nodes and microseconds of a replay.
+
+    Where a module multiplies matrices, a kernel whose name says nothing is its product.
+    """
     rows = [
-        {"graph": title(mapped.name), "module": _rolled(one), "family": family, "nodes": nodes, "us": us}
+        {
+            "graph": title(mapped.name),
+            "module": _rolled(one),
+            "family": "gemm" if family == "other" and one.flops else family,
+            "nodes": nodes,
+            "us": us,
+        }
         for one in mapped.modules
         for family, (nodes, us) in one.families.items()
     ]
@@ -224,10 +233,13 @@ def _rolled(one: MappedModule) -> str:
 
 
 def graphs(maps: Sequence[ModuleMap]) -> pd.DataFrame:
-    """One row per graph: nodes, microseconds of a replay, of them glue, roofline, distance, or why it has no map."""
+    """One row per graph: nodes, microseconds of a replay, of them glue, roofline, distance, or why it has no map.
+
+    `unnamed us` is of kernels whose names do not tell their family; no column where every graph tells all.
+    """
     rows = []
     for mapped in maps:
-        table = modules(mapped)
+        table, families = modules(mapped), parts(mapped)
         us, floor = float(table["us"].sum()), float(table["roofline us"].sum())
         rows.append(
             {
@@ -236,6 +248,7 @@ def graphs(maps: Sequence[ModuleMap]) -> pd.DataFrame:
                 "nodes": mapped.nodes,
                 "us": us or None,
                 "glue us": float(table["glue us"].sum()) if us else None,
+                "unnamed us": float(families.loc[families["family"] == "other", "us"].sum()) or None,
                 "roofline us": floor or None,
                 "times roofline": us / floor if floor else None,
                 "not mapped": mapped.why_not,

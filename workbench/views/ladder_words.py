@@ -12,6 +12,7 @@ from workbench.ladder import BASELINES, COMBINED, FAR, HEAVY, OUTSIDE_MODULES, S
 _GRAPH, _ALL = title(GRAPH), title(ALL)
 _VS_GRAPH = f"vs {_GRAPH}"
 Row = dict[Any, Any]
+_DISTORTS = 1.2  # traced over un-profiled time, from which on a trace's idle time needs a word
 
 
 def _rows(table: pd.DataFrame, with_number: str = "") -> list[Row]:
@@ -48,16 +49,21 @@ def _inside(row: Row) -> str:
 
 
 def graphs(table: pd.DataFrame) -> str:
-    """From `ladder.graphs`: nodes, time and glue of each graph that has a map."""
+    """From `ladder.graphs`: nodes, time and glue of each graph that has a map, and what no family is known of."""
     known = _rows(table, "us")
     if not known:
         return f"No graph of this ladder has a map: {table['not mapped'].iloc[0] if len(table) else 'it needs CUDA'}."
     told = (
         f"*{row['graph']}* replays {row['nodes']:.0f} nodes in {row['us']:,.0f} us, of which glue is "
-        f"{row['glue us'] / row['us']:.0%}"
+        f"{row['glue us'] / row['us']:.0%}{_unnamed(row)}"
         for row in known
     )
     return f"{'; '.join(told)}. Click a module to enter it."
+
+
+def _unnamed(row: Row) -> str:
+    share = float(row.get("unnamed us") or 0.0) / float(row["us"])
+    return f" and {share:.0%} kernels of no known family" if share >= 0.005 else ""
 
 
 def roofline(tables: Sequence[pd.DataFrame]) -> str:
@@ -116,10 +122,21 @@ def inside_the_call(table: pd.DataFrame) -> str:
     )
     text += f"its waiting inside the call stays at {idle[0]} ms" if idle[0] == idle[1] else waiting
     if pd.isna(before["nodes"]) or pd.isna(after["nodes"]):
-        return f"{text}."
-    if before["nodes"] == after["nodes"]:
-        return f"{text}, and the graph keeps its {before['nodes']} nodes."
-    return f"{text}, and the nodes of the graph from {before['nodes']} to {after['nodes']}."
+        text += "."
+    elif before["nodes"] == after["nodes"]:
+        text += f", and the graph keeps its {before['nodes']} nodes."
+    else:
+        text += f", and the nodes of the graph from {before['nodes']} to {after['nodes']}."
+    return text + _distorted(before, after)
+
+
+def _distorted(*rows: Row) -> str:
+    """Say how much longer the traced calls took than those un-profiled, where that is more than they vary."""
+    times = [row["traced ms"] / row["median ms"] for row in rows]
+    if max(times) < _DISTORTS:
+        return ""
+    said = " and ".join(f"{value:.2f}" for value in times)
+    return f" Tracing lengthens the waiting: these calls took {said} times as long as un-profiled."
 
 
 def recipes(table: pd.DataFrame, schedules: Sequence[str]) -> str:
