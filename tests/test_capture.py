@@ -223,7 +223,6 @@ def test_an_interrupted_capture_leaves_nothing(tmp_path: Path) -> None:
 
 KILLED = """
 import sys
-import threading
 from pathlib import Path
 from tests.test_capture import CONFIGURATION, OPTIONS, SMALL, capture, torch, workload
 report = lambda what, done: print(what, flush=True)

@@ -241,14 +241,17 @@ def test_maps_in_words(made: Ladder) -> None:
 def test_kernels_whose_names_say_nothing_are_a_product_or_told(made: Ladder) -> None:
     module = made.maps[0].modules[0]
     product = msgspec.structs.replace(
-        module, module="blocks.0.mlp.fc1", families={"other": (2, 30.0)}, us=30.0, flops=8
+        module, module="blocks.0.mlp.fc1", families={"other": (2, 30.0)}, us=30.0, flops=8, weight_bytes=8
     )
-    beside = msgspec.structs.replace(product, module="", families={"other": (1, 10.0)}, us=10.0, flops=0)
-    mapped = msgspec.structs.replace(made.maps[0], modules=[product, beside], nodes=3)
-    assert list(ladder.parts(mapped)["family"]) == ["gemm", "other"]
+    beside = msgspec.structs.replace(
+        product, module="", families={"other": (1, 10.0)}, us=10.0, flops=0, weight_bytes=0
+    )
+    attention = msgspec.structs.replace(beside, module="blocks.0.attn.attn", flops=8)
+    mapped = msgspec.structs.replace(made.maps[0], modules=[product, beside, attention], nodes=4)
+    assert list(ladder.parts(mapped)["family"]) == ["gemm", "other", "other"]
     table = ladder.graphs([mapped])
-    assert list(table["unnamed us"]) == [10.0]
-    assert "of which glue is 0% and 25% kernels of no known family. " in words.graphs(table)
+    assert list(table["unnamed us"]) == [20.0]
+    assert "of which glue is 0% and 40% kernels of no known family. " in words.graphs(table)
     assert "unnamed us" not in ladder.graphs([msgspec.structs.replace(mapped, modules=[product])])
 
 

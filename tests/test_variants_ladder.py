@@ -115,9 +115,10 @@ def test_nothing_is_traced_before_everything_is_timed(monkeypatch: pytest.Monkey
 
 def test_a_trace_adds_to_the_columns_that_ran(written: list[Ladder], monkeypatch: pytest.MonkeyPatch) -> None:
     def traced(_: object, ways: list[Any], inputs: object) -> dict[str, dict[str, float | int]]:
+        case = next(case for case in written[-1].cases if case.grids == inputs)
+        assert [way.name for way in ways] == [column.name for column in case.columns if column.error is None]
         if inputs == CASES.images["over"]:
             raise RuntimeError("CUPTI is in use")
-        assert all(way.run is not None for way in ways)
         return {way.name: {"ops": 7, "busy_us": 5.0, "idle_us": 2.0, "traced_us": 9.0} for way in ways}
 
     monkeypatch.setattr(measuring, "_traced", traced)

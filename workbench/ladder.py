@@ -187,13 +187,13 @@ def _obstacle(one: Boundary, what: str, call: str, place: str, line: str, times:
 def parts(mapped: ModuleMap) -> pd.DataFrame:
     """One row per module and kernel family of a graph, blocks taken together: nodes and microseconds of a replay.
 
-    Where a module multiplies matrices, a kernel whose name says nothing is its product.
+    Where a module multiplies by its weights, a kernel whose name says nothing is that product.
     """
     rows = [
         {
             "graph": title(mapped.name),
             "module": _rolled(one),
-            "family": "gemm" if family == "other" and one.flops else family,
+            "family": "gemm" if family == "other" and one.flops and one.weight_bytes else family,
             "nodes": nodes,
             "us": us,
         }

@@ -500,9 +500,9 @@ class _Recorder:
 def timed(session: "EncoderSession", run: Callable[[], Any]) -> tuple[float, float | None]:
     """Return microseconds of `run()`: of the host between two synchronises and, on CUDA, between two events.
 
-    The events are made and the first is recorded before the clock starts, and the GPU works when the second is: a call
-    does not last longer for being measured. After a process's first trace it does, since CUPTI stays attached (issue
-    144455 of pytorch); so time first, and trace afterwards.
+    The events are made and the first is recorded before the clock starts; the second costs a call at most its own
+    launch, and nothing where the GPU still works by then. After a process's first trace every launch takes longer,
+    since CUPTI stays attached (issue 144455 of pytorch); so time first, and trace afterwards.
     """
     events = _recorded_events() if session.device.type == "cuda" else None
     session.synchronize()

@@ -578,7 +578,10 @@ def _forward(model: Any, values: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _boundaries(run: _Run, session: EncoderSession, calls: Calls, names: Sequence[str]) -> None:
-    """Probe the capture boundary at the first case; last, because a refused capture may leave the device in error."""
+    """Probe the capture boundary at the first case; last, because a refused capture may leave the device in error.
+
+    So its times are those of a process that has traced.
+    """
     try:
         report = probe(session, next(iter(calls.values())), names)
     except _NOT_RUN as error:
