@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from workbench.encoder.candidates import (  # noqa: E402
     WITH_METADATA,
     WITH_POSITIONS,
     WITHOUT_TEMPORAL,
+    as_captured,
 )
 from workbench.encoder.variants import names_for  # noqa: E402
 from workbench.models import MODELS, Modality, small_size  # noqa: E402
@@ -52,6 +54,19 @@ def line_of(text: str, model: str = "ernie45_vl") -> str:
     assert file is not None
     (number,) = [number for number, line in enumerate(Path(file).read_text().splitlines(), 1) if text in line]
     return f"vllm/model_executor/models/{model}.py:{number}"
+
+
+@pytest.mark.parametrize("left", [{}, {"max_seqlen": None}])
+def test_the_longest_sequence_that_a_replay_leaves_out_is_given(
+    session: EncoderSession, monkeypatch: pytest.MonkeyPatch, left: dict[str, None]
+) -> None:
+    """A CUDA graph has it baked in; a region that is run anew has not."""
+    replay = SimpleNamespace(values=left)
+    monkeypatch.setattr(session.model, "prepare_encoder_cudagraph_replay_buffers", lambda *_: replay)
+    candidate = as_captured(session.model, session.inputs([(1, 8, 8), (1, 4, 6)]), "", "")
+    assert candidate.prepare() == {"max_seqlen": torch.tensor(64, dtype=torch.int32)}
+    replay.values = {"max_seqlen": torch.tensor(7)}
+    assert candidate.prepare() == replay.values
 
 
 def test_the_host_read_of_the_resampler_is_found_at_its_line(report: BoundaryReport) -> None:
