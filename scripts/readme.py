@@ -162,7 +162,7 @@ def _of_variants(folder: Path) -> Rows:
     if not told:
         return []
     title = model_facts(ladder.model.key).title
-    text = f"from vLLM's graph to the variants', grids seen before: {', '.join(told)}{slow}"
+    text = f"from vLLM's graph to the variants', means, grids seen before: {', '.join(told)}{slow}"
     return [(f"what do better graphs win, {title}", text, "notebook 01, section 10")]
 
 

@@ -25,6 +25,7 @@ RECORDINGS = ROOT / "workbench" / "recordings"
 HEADING = "\n## Figures\n\n"
 # The one variant that changes nothing of a replay: it is compared where an item is above the largest budget.
 FALLBACK_VARIANT = "fallback"
+_FEW = 100  # samples that a P99 wants
 HEADS = (
     "call", "before ms", "P99", "with it ms", "P99", "speed-up", "GPU busy ms", "nodes", "parity",
 )  # fmt: skip
@@ -107,9 +108,10 @@ def _about(ladder: Ladder) -> str:
     model = ladder.model
     counts = sorted({len(column.wall_us) for case in ladder.cases for column in case.columns if column.wall_us})
     samples = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))) if counts else "no"
+    few = f"; a P99 of fewer than {_FEW} is near the largest sample" if counts and counts[0] < _FEW else ""
     return (
         f"{gpus}, vLLM {ladder.environment.vllm}, {model.attention_backend}, {model.weights}; un-profiled, "
-        f"{samples} samples a column, mean and P99 of one call"
+        f"{samples} samples a column, mean and P99 of one call{few}"
     )
 
 
