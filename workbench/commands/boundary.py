@@ -78,7 +78,8 @@ def _register_ladder(app: typer.Typer) -> None:
         warmup: Annotated[int, Option(help="Runs of each column before timing.")] = 8,
         seconds: Annotated[float, Option(help="After which no case begins.")] = 240.0,
         case_seconds: Annotated[
-            float, Option(help="After which a case has samples enough, two at least.", show_default="no limit")
+            float,
+            Option(help="After which a case takes no more samples than two of each column.", show_default="no limit"),
         ] = math.inf,
         attention_plan: Annotated[
             bool,
@@ -102,7 +103,7 @@ def _register_ladder(app: typer.Typer) -> None:
         from workbench.encoder.variants.measure import Effort, cases_for, measure
 
         Fused.plan_attention = attention_plan
-        effort = Effort(repeats, warmup, seconds, seed, case_seconds)
+        effort = Effort(repeats, warmup, seconds, case_seconds, seed)
         options, usual = _options(model, depth, width, device, attention_backend)
         chosen = _budgets(budgets) or usual
         with progress_bar() as progress:

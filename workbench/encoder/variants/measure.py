@@ -136,15 +136,15 @@ class Effort:
         repeats: samples per column and case; P99 wants 100.
         warmup: runs of each column before.
         seconds: after which no case begins and none goes on; it keeps the samples it has. `Ladder.notes` says so.
-        case_seconds: after which a case has samples enough, if it has two of each column; the next one begins.
+        case_seconds: after which a case takes no more samples than two of each column; the next one begins.
         seed: of weights and inputs.
     """
 
     repeats: int = 100
     warmup: int = 8
     seconds: float = 240.0
-    seed: int = 0
     case_seconds: float = math.inf
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.repeats < 1 or self.warmup < 0 or not (self.seconds > 0 and self.case_seconds > 0):
@@ -243,7 +243,7 @@ def measure(
         (0, plain, {"image": cases.images}),
     )
     with ExitStack() as sessions:
-        opened: dict[int, _Part] = {}
+        opened: dict[int, _Part] = {}  # by video limit
         with ExitStack() as graphs:
             for video_limit, configuration, calls in parts:
                 if not any(calls.values()):
@@ -260,10 +260,10 @@ def measure(
                     _cases(run, opened[video_limit], exact, progress)
             for part in opened.values():
                 _traces(run, part)
-            if 0 in opened:
-                _maps(run, opened[0])
-        if 0 in opened:
-            _boundaries(run, opened[0].session, cases.images, names)
+            if images := opened.get(0):
+                _maps(run, images)
+        if images:
+            _boundaries(run, images.session, cases.images, names)
     if run.ladder is None:
         raise WorkbenchError("a ladder without a case measures nothing; give one")
     run.ladder = msgspec.structs.replace(run.ladder, complete=not run.ladder.notes)
